@@ -69,10 +69,15 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
     if command in _GROUPS and commands is _COMMANDS:
         names = f"agentloop {command}", f"agentloop.cli.{command}"
         return _dispatch(*names, _GROUPS[command], command_arguments)
+    says_loading = sys.stderr.isatty() and command != "completion"
+    loading = f"Loading {program} {command}"
     try:
-        status: int = import_module(_MODULES.get(command, f"{package}.{command}")).main(
-            command_arguments
-        )
+        if says_loading:
+            print(loading, end="", file=sys.stderr, flush=True)
+        module = import_module(_MODULES.get(command, f"{package}.{command}"))
+        if says_loading:
+            print("\r" + " " * len(loading), end="\r", file=sys.stderr, flush=True)
+        status: int = module.main(command_arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:  # before the command has installed its signal handler
         return 130

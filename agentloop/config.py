@@ -44,11 +44,16 @@ __all__ = [
 ]
 
 _ENV_PREFIX = "AGENTLOOP_"
+_BASE = "the base"
 _RECIPES = Path(__file__).with_name("cli") / "recipes"
-# Settings that were removed, with the value that the code now has: older runs name them.
+# Settings that were removed, with the value that the code now has: older runs name them. With ...,
+# whatever the run had does not change what it computes.
 _REMOVED: dict[str, object] = {
+    "ranks.hostfile": ...,
     "ranks.launcher": "processes",
+    "ranks.port": ...,
     "sandbox.max_output_bytes": 1 << 20,
+    "server.stop_timeout_s": ...,
     "weights.pause": "retract",
 }
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -98,7 +103,7 @@ def load_settings(
     merged: dict[str, object] = {}
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
-    for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
+    for source, layer in itertools.chain([(_BASE, dict(base or {}))], layers):
         _merge(merged, _normalize(model, layer, source), sources, source)
     try:
         return model.model_validate(merged)
@@ -252,10 +257,12 @@ def _normalize(
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None and path in _REMOVED:
-            if value == _REMOVED[path]:
+            usual = _REMOVED[path]
+            of_a_run = source == _BASE or Path(source).name == "config.toml"
+            if value == usual or (usual is ... and of_a_run):
                 continue
-            always = _toml_value(_REMOVED[path])
-            raise SettingsError(f"{source}: {path!r} was removed and is now always {always}")
+            always = "" if usual is ... else f" and is now always {_toml_value(usual)}"
+            raise SettingsError(f"{source}: {path!r} was removed{always}")
         if field is None:
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
         section = section_of(field.annotation)

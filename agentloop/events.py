@@ -9,7 +9,7 @@ Readers are called in the event loop's thread and must not block; they queue slo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -28,6 +28,7 @@ __all__ = [
     "GroupFinished",
     "GroupStarted",
     "Measured",
+    "OnlyReason",
     "RolloutAbandoned",
     "RolloutFinished",
     "RolloutScored",
@@ -41,6 +42,7 @@ __all__ = [
     "TurnSampled",
     "TurnStarted",
     "WeightsLoaded",
+    "events_of",
     "ignore",
 ]
 
@@ -76,6 +78,16 @@ class Explained(Protocol):
     def why(self) -> str: ...
 
     def explain(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyReason:
+    """A decision of which nothing is known but a few words (`Explained`)."""
+
+    why: str
+
+    def explain(self) -> str:
+        return self.why
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +293,38 @@ Emit = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """Discard an event."""
+
+
+def events_of(trajectory: Trajectory, group: str = "") -> Iterator[tuple[float, Event]]:
+    """Yield the events of a rollout from its record, each with the seconds since its start.
+
+    The tokens of a turn are one event. Of a turn that was moved, the last server is known. Records
+    of earlier versions do not say when a turn was placed: that counts as the time of its first
+    token, or of its start.
+    """
+    key = trajectory.id
+    yield 0.0, RolloutStarted(trajectory, group)
+    for index, turn in enumerate(trajectory):
+        yield turn.started_s, TurnStarted(key, index)
+        first_s = turn.started_s if turn.first_token_s is None else turn.first_token_s
+        placed_s = first_s if turn.placed_s is None else turn.placed_s
+        if turn.servers:
+            yield placed_s, TurnPlaced(key, index, turn.servers[-1], OnlyReason("not recorded"))
+        yield first_s, TokensSampled(key, index, turn.output_ids, turn.text)
+        for call in turn.calls:
+            yield turn.generated_s, CallStarted(key, index, call)
+        early = [
+            result
+            for result in turn.results
+            if result.ended_s <= turn.generated_s or not result.status.ran
+        ]
+        for result in early:
+            yield result.ended_s, CallFinished(key, index, result)
+        yield turn.generated_s, TurnSampled(key, index)
+        for result in turn.results:
+            if result not in early:
+                yield result.ended_s, CallFinished(key, index, result)
+        yield turn.ended_s, TurnFinished(key, index, turn)
 
 
 class Feed:

@@ -315,13 +315,8 @@ class Runtime:
         )
         name = name or uuid.uuid4().hex
         task = Task(name, conversation_of(messages), "")
-        request = GroupRequest(
-            task,
-            name,
-            size,
-            budget or self.settings.budget,
-            queued=queued or anyio.Event(),
-        )
+        budget, queued = budget or self.settings.budget, queued or anyio.Event()
+        request = GroupRequest(task, name, size, budget, queued=queued)
         async with player.group(request) as siblings:
             rollouts = await play_siblings(siblings, enough=enough or 0)
         return [rollout.trajectories[0] for rollout in rollouts]

@@ -5,7 +5,10 @@ They count requests, not tokens, and never wait: a turn is sent at once, and que
 
 from __future__ import annotations
 
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.kv_ledger import KVLedger
@@ -14,15 +17,41 @@ from agentloop.inference.scheduling.kv_pool import KVPool
 from agentloop.inference.scheduling.placement import (
     Candidate,
     Decision,
-    PlacementPolicy,
     PlacementRequest,
 )
 
-__all__ = ["GATEWAY_POLICIES", "POLICIES", "make_policy"]
+__all__ = ["GATEWAY_POLICIES", "POLICIES", "GatewayPolicy", "make_policy"]
 
 
-class GatewayPolicy(PlacementPolicy):
+class GatewayPolicy(ABC):
     """Shared parts: the decision, and the choice of the least busy rank."""
+
+    name: ClassVar[str]
+
+    def __init__(self, ledger: KVLedger, *, seed: int = 0) -> None:
+        """Create a policy; `seed` breaks ties."""
+        self._ledger = ledger
+        self._random = random.Random(seed)
+
+    def choose(
+        self,
+        request: PlacementRequest,
+        ranks: Sequence[DataParallelRank],
+        *,
+        now_s: float,
+        waited_s: float = 0.0,
+    ) -> Decision:
+        """Choose one of `ranks`."""
+        if not ranks:
+            return Decision(None, self.name, "no server accepts requests", ())
+        return self._choose(request, [self._ledger.pools[rank] for rank in ranks])
+
+    @abstractmethod
+    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
+        """Choose one of `pools`, of which there is at least one."""
+
+    def forget(self, name: str) -> None:  # noqa: B027  # most policies remember nothing
+        """Forget a trajectory, or a group, that has ended."""
 
     def _decide(
         self, request: PlacementRequest, chosen: KVPool, considered: Sequence[KVPool], reason: str
@@ -62,9 +91,7 @@ class _Static(_StickyPolicy):
         super().__init__(ledger, seed=seed)
         self._num_assigned = 0
 
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
-    ) -> Decision:
+    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
         name, reason = request.group or request.key, "its group is assigned to this server"
         pool = self._recall(name, pools)
         if pool is None:
@@ -84,9 +111,7 @@ class _RoundRobin(GatewayPolicy):
         super().__init__(ledger, seed=seed)
         self._num_chosen = 0
 
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
-    ) -> Decision:
+    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
         pool = pools[self._num_chosen % len(pools)]
         self._num_chosen += 1
         return self._decide(request, pool, [pool], "next in rotation")
@@ -95,9 +120,7 @@ class _RoundRobin(GatewayPolicy):
 class _LeastRequests(GatewayPolicy):
     name = "least_requests"
 
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
-    ) -> Decision:
+    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
         pool = self._least_busy(pools)
         return self._decide(request, pool, pools, f"fewest requests ({pool.num_sequences})")
 
@@ -105,9 +128,7 @@ class _LeastRequests(GatewayPolicy):
 class _PowerOfTwo(GatewayPolicy):
     name = "power_of_two"
 
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
-    ) -> Decision:
+    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
         drawn = self._random.sample(pools, min(2, len(pools)))
         pool = min(drawn, key=lambda pool: pool.num_sequences)
         reason = "fewer requests of two servers drawn at random"
@@ -119,9 +140,7 @@ class StickyLeastLoaded(_StickyPolicy):
 
     name = "sticky_least_loaded"
 
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
-    ) -> Decision:
+    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
         pool = self._recall(request.key, pools)
         if pool is not None:
             return self._decide(request, pool, [pool], "its last turn was on this server")
@@ -138,7 +157,7 @@ def _candidate(request: PlacementRequest, pool: KVPool) -> Candidate:
     return Candidate(pool.rank, need <= num_free, num_free, need, num_cached, pool.num_sequences)
 
 
-GATEWAY_POLICIES: dict[str, type[PlacementPolicy]] = {
+GATEWAY_POLICIES: dict[str, type[GatewayPolicy]] = {
     policy.name: policy
     for policy in (_Static, _RoundRobin, _LeastRequests, _PowerOfTwo, StickyLeastLoaded)
 }
@@ -152,7 +171,7 @@ def make_policy(
     costs: Costs | None = None,
     starvation_threshold_s: float = 10.0,
     seed: int = 0,
-) -> PlacementPolicy:
+) -> GatewayPolicy | KVPolicy:
     """Create one of `POLICIES`; `costs` and `starvation_threshold_s` are those of `kv`, `seed`
     breaks ties."""
     if name == KVPolicy.name:

@@ -1,4 +1,4 @@
-"""Simulated parts for bench/kill.py, around the real `agentloop.cli.train`: servers, engine, fuse.
+"""Simulated parts for bench/kill.py, around the real `agentloop train`: servers, engine, fuse.
 
     train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, weight sync      real
                  ├─> PlayedRuntime.rollout ──> serve(): its tokens are a function of the prompt
@@ -28,7 +28,7 @@ from typing import Any, Self
 import anyio
 from aiohttp import web
 
-from agentloop.cli import train as train_module
+from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from agentloop.errors import RequestError, ServerUnavailable
 from agentloop.inference.router import Router
@@ -38,6 +38,7 @@ from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.runtime import Settings
+from agentloop.training import wiring
 from agentloop.training.learner_client import client as learner_module
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.queue import GroupQueue
@@ -309,7 +310,7 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     Raises:
         AgentLoopError: The run cannot be resumed.
     """
-    parts: Any = train_module
+    parts: Any = wiring
     parts.Runtime = PlayedRuntime
     parts.plot_runs = lambda *_: None  # saves a second of matplotlib
     commands: Any = learner_module
@@ -322,7 +323,7 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     config = run / "config.toml"
     resume = run if config.is_file() else None
     sources: tuple[list[Path], list[str]] = ([config], []) if resume else ([], overrides)
-    settings = load_settings(train_module.TrainSettings, *sources)
+    settings = load_settings(TrainSettings, *sources)
     anyio.run(functools.partial(parts.train, settings, _StderrProgress(), resume=resume))
     (run / TICKS).write_text(str(fuse.num_asked))
 

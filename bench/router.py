@@ -51,7 +51,7 @@ from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from bench.command import numbers, parser_for, quantile, words
-from bench.gateway_policies import POLICIES, make_policy
+from bench.gateway_policies import POLICIES, GatewayPolicy, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)
@@ -352,8 +352,6 @@ class Simulation:
 
     def _refuse_late(self) -> None:
         timeout_s = self.options.wait_timeout_s
-        if self.queue.longest_wait_s(self.now) < timeout_s:
-            return
         late = [waiting for waiting in self.queue if self.now - waiting.since_s >= timeout_s]
         for waiting in late:
             self.queue.leave(waiting.name)
@@ -453,7 +451,8 @@ class Simulation:
 
     def _finish(self, rollout: _Rollout, *, is_whole: bool) -> None:
         self.ledger.forget(rollout.key)
-        self.placement.forget(rollout.key)
+        if isinstance(self.placement, GatewayPolicy):
+            self.placement.forget(rollout.key)
         self._over.append((rollout.key, is_whole))
         self._num_open -= 1
         self._ended_s.append(self.now)

@@ -191,9 +191,8 @@ def test_layout_is_up_to_date() -> None:
 
 def test_modules_that_the_architecture_names_exist() -> None:
     text = layout.PATH.read_text("utf-8")
-    text = re.sub(r"\]\(.*?\)", "", text).replace("`cli/NAME.py`", "")
-    named = set(re.findall(r"[\w/]+\.py\b", text))
-    folders = (*FOLDERS, "tests", "tools")
-    paths = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"[\w/]+\.py\b", re.sub(r"\]\(.*?\)|cli/NAME", "", text)))
+    tops = (*FOLDERS, "tests", "tools")
+    paths = [str(path) for top in tops for path in (ROOT / top).rglob("*.py")]
     assert len(named) > 40
-    assert {name for name in named if not any(p.endswith(f"/{name}") for p in paths)} == set()
+    assert [name for name in named if not any(p.endswith(f"/{name}") for p in paths)] == []

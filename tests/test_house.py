@@ -103,12 +103,13 @@ def in_package(*packages: str) -> list[str]:
 
 
 def is_composer(name: str) -> bool:
-    """A command, the runtime or the HTTP application: they may import every package."""
+    """A command, the runtime, a training run or the HTTP application: they may import all."""
     return within(name, "agentloop.cli") or name in {
         "agentloop.__main__",
         "agentloop.service",
         "agentloop.runtime",
         "agentloop.serve",
+        "agentloop.training.wiring",
     }
 
 
@@ -183,7 +184,11 @@ MAY_IMPORT = {
         "agentloop.observe",
         "agentloop.inference",
         "agentloop.agent.chat_format",
+        "agentloop.agent.sessions.tree",
         "agentloop.agent.text_stream",
+        "agentloop.api.http",
+        "agentloop.api.requests",
+        "agentloop.rollouts.record",
         *BOTTOM,
     },
     "agentloop.models": {"agentloop.models", "agentloop.errors", "agentloop.plain_json"},
@@ -363,6 +368,11 @@ def test_the_sandboxs_public_names() -> None:
         "CallError",
         "CallResult",
         "CallStatus",
+        "CommandResult",
+        "Computer",
+        "ComputerLimits",
+        "ComputerLost",
+        "ComputerShell",
         "LostBy",
         "Overloaded",
         "Pool",
@@ -375,6 +385,7 @@ def test_the_sandboxs_public_names() -> None:
         "SandboxUnavailable",
         "Session",
         "SessionLost",
+        "Snapshot",
     ]
 
 
@@ -441,11 +452,11 @@ def test_no_file_is_longer_than_people_read() -> None:
 
 # Lines of each package. Size is a cost: whoever needs more than is left removes something first.
 BUDGET = {
-    "agentloop": 59_900,
-    "agentloop.sandbox": 9_380,
+    "agentloop": 60_550,
+    "agentloop.sandbox": 11_800,
     "agentloop.learner": 4_350,
-    "bench": 8_450,
-    "tests": 74_350,
+    "bench": 8_530,
+    "tests": 75_320,
     "tools": 1_400,
 }
 
@@ -464,11 +475,22 @@ def test_packages_keep_within_their_budgets(package: str) -> None:
     )
 
 
+MAX_WORDS = 45_000
+
+
+def test_documents_can_be_read() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    num_words = sum(len((ROOT / name).read_text().split()) for name in listed.stdout.split())
+    assert num_words <= MAX_WORDS, f"the documents have {num_words} words: cut some first"
+
+
 def test_train_has_few_settings() -> None:
     from agentloop.cli.train import TrainSettings
     from agentloop.config import describe_settings
 
-    assert len([*describe_settings(TrainSettings)]) <= 202
+    assert len([*describe_settings(TrainSettings)]) <= 201
 
 
 def test_the_top_level_stays_small() -> None:

@@ -27,7 +27,11 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
         "`agentloop env try` also the `endpoint` of `agentloop evaluate`, and the latter "
         "`num_rollouts` (default: 10).",
     ),
-    "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
+    "agentloop train": (
+        TrainSettings,
+        "Besides those of `agentloop serve`; the section `sft` takes those of `agentloop sft`: "
+        "`data`, `loop`, `learner`.",
+    ),
     "agentloop sft": (SftSettings, ""),
     "agentloop evaluate": (EvaluateSettings, "Besides those of `agentloop serve`."),
     "python -m agentloop.sandbox.serve": (
@@ -56,15 +60,17 @@ def _lines() -> Iterator[str]:
     yield "file, as an override `section.key=value` on the command line, or in the environment as"
     yield "`AGENTLOOP_SECTION__KEY`. `agentloop COMMAND --list-settings` says more of each."
     yield ""
-    yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes, `_tokens` is the model's"
-    yield "tokens. Each setting is shown with its default; for one that has none, `none` in a file"
-    yield "restores that."
+    yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes. Each is shown with"
+    yield "its default; for one that has none, `none` in a file restores that."
     listed: dict[Row, str] = {}  # with the command
     for command, (model, note) in _COMMANDS.items():
         yield from ("", f"## {command}")
         if note:
             yield from ("", note)
         rows = list(describe_settings(model))
+        if model is TrainSettings:
+            of_sft = {(f"sft.{name}", *others) for name, *others in describe_settings(SftSettings)}
+            rows = [row for row in rows if row not in of_sft]
         if model is SandboxServeSettings:
             rows = [row for row in rows if not row[0].startswith("pool.")]
         known = [row for row in rows if row in listed and listed[row] not in note]

@@ -14,8 +14,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
-__all__ = ["Channel", "Channels", "Markup", "Speech", "Splitter", "StopFinder", "answer_in"]
-
 
 class Channel(StrEnum):
     REASONING = "reasoning"

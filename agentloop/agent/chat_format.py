@@ -43,8 +43,6 @@ from agentloop.agent.tokenizer import eos_ids, load_tokenizer, padded_vocab_size
 from agentloop.errors import ModelError, RequestError
 from agentloop.trajectory import Message, ToolCall, Trajectory, Turn, TurnEnd
 
-__all__ = ["ChatFormat"]
-
 _MAX_PROMPTS = 64  # in the cache
 _MAX_VARIANTS = 8  # formats with other template arguments
 _MAX_CHARS_ON_LOOP = 20_000  # takes some milliseconds

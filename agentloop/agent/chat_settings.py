@@ -8,8 +8,6 @@ import pydantic
 
 from agentloop.config import path_of
 
-__all__ = ["RESERVED_ARGUMENTS", "ChatSettings"]
-
 RESERVED_ARGUMENTS = {
     "add_generation_prompt",
     "chat_template",

@@ -20,8 +20,6 @@ from agentloop.agent.formats.values import parameters_of
 from agentloop.agent.text_stream import TokenCodec
 from agentloop.errors import RequestError
 
-__all__ = ["Constraints", "OutputRules", "check_rules", "constraint_of"]
-
 _Format = dict[str, object]
 _FEW_SPACES = {"max_whitespace_cnt": 2}  # otherwise a model may write spaces without end
 _SPACE: _Format = {"type": "regex", "pattern": r"[ \n]{0,4}"}

@@ -24,8 +24,6 @@ from agentloop.errors import ModelError, RequestError
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message, ToolCall
 
-__all__ = ["QUESTION", "Continuation", "Render"]
-
 Render = Callable[..., str]
 """`render(messages, tools=None, add_generation_prompt=False)` returns a template's text."""
 

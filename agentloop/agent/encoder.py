@@ -16,8 +16,6 @@ from tokenizers import Tokenizer
 from agentloop.agent.placeholders import Placeholders
 from agentloop.plain_json import valid_text
 
-__all__ = ["TokenEncoder"]
-
 
 class TokenEncoder:
     """A tokenizer that distinguishes markup from data.

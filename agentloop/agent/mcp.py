@@ -51,16 +51,6 @@ if TYPE_CHECKING:
     from mcp import Client, types
     from mcp.shared.message import SessionMessage
 
-__all__ = [
-    "McpServer",
-    "McpServerSettings",
-    "McpTool",
-    "import_sdk",
-    "mcp_server",
-    "mcp_servers",
-    "with_plain_names",
-]
-
 log = logging.getLogger(__name__)
 V = TypeVar("V")
 

@@ -21,8 +21,6 @@ from agentloop.config import import_named
 from agentloop.errors import RequestError, SettingsError
 from agentloop.sandbox import Pool
 
-__all__ = ["AnyTool", "check_tool_name", "imported_tools", "resolved_tools"]
-
 _BUILT_IN = {tool.name: tool for tool in (PythonCode, PaperPythonCode, JupyterCode)}
 
 AnyTool = Tool | ToolFunction | str | Mapping[str, object]

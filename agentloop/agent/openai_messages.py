@@ -15,17 +15,6 @@ from typing import Any
 from agentloop.errors import RequestError, Unsupported
 from agentloop.plain_json import with_whole_pairs
 
-__all__ = [
-    "function_call",
-    "normal_form",
-    "note_omission",
-    "num_chars",
-    "one_call_each",
-    "text_of",
-    "tool_message",
-    "with_ids",
-]
-
 _ROLES = {
     "system": "system",
     "developer": "system",

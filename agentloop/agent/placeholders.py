@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 
-__all__ = ["Placeholders"]
-
 
 class Placeholders:
     """Stand-ins for text or token ids while a template is rendered.

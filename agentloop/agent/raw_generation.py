@@ -18,8 +18,6 @@ from agentloop.inference.sglang.frames import Chunk, PromptLogprobs, TopLogprobs
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 
-__all__ = ["RawGeneration"]
-
 
 @dataclass(slots=True)
 class RawGeneration:

@@ -27,8 +27,6 @@ from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.trajectory import ToolCallStatus
 
-__all__ = ["JupyterCode", "PaperPythonCode", "PythonCode"]
-
 _RESTARTED = "\n[note] the notebook was restarted: its variables are gone"
 # Ends of a cell that are the model's own doing; the notebook is restarted after them.
 _ENDS_SESSION = (

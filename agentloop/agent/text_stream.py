@@ -8,8 +8,6 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-__all__ = ["TextStream", "TokenCodec"]
-
 _MAX_HELD = 64
 
 

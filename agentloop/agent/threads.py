@@ -24,15 +24,6 @@ import anyio.lowlevel
 
 from agentloop.aio import LimiterVar, limiter_in
 
-__all__ = [
-    "DaemonThread",
-    "RolloutThreads",
-    "current_threads",
-    "in_daemon_thread",
-    "rollout_threads",
-    "sharing_connections",
-]
-
 Result = TypeVar("Result")
 
 _tool_threads = LimiterVar("_tool_threads")

@@ -14,8 +14,6 @@ from agentloop.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["eos_ids", "load_tokenizer", "padded_vocab_size", "quiet_about_torch"]
-
 _HUB_TIMEOUT_S = 5.0
 
 

@@ -19,17 +19,6 @@ from agentloop.sandbox import CallResult
 from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.trajectory import ToolCall
 
-__all__ = [
-    "ToolFormat",
-    "bad_arguments",
-    "describe",
-    "jupyter_code_schema",
-    "malformed_call",
-    "paper_schema",
-    "python_code_schema",
-    "unknown_tool",
-]
-
 ToolFormat = Literal["plain", "paper", "release"]
 
 # Of Code Judge, which runs the authors' programs: the reason and what the program prints.

@@ -37,20 +37,6 @@ from agentloop.errors import InfrastructureFailed, RequestError, message_of
 from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
-__all__ = [
-    "CallerTool",
-    "FunctionTool",
-    "Reopen",
-    "Schema",
-    "Tool",
-    "ToolFunction",
-    "ToolOutput",
-    "Tools",
-    "as_tool",
-    "concurrent",
-    "import_schema_parser",
-]
-
 Schema = Mapping[str, Any]
 """A tool's JSON schema in OpenAI's form: {"type": "function", "function": {"name", ...}}."""
 

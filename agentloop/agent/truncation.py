@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from agentloop.agent.chat_format import ChatFormat
 
-__all__ = ["truncate", "without_middle"]
-
 
 def without_middle(content: str, limit: int | None) -> str:
     """Return `content`; if it has more than `limit` characters, its two ends and a note.

@@ -16,8 +16,6 @@ from agentloop.events import Emit, TokensSampled, ignore
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.trajectory import ToolCall, Trajectory, TurnEnd, VersionSpan
 
-__all__ = ["TurnOptions", "TurnReader"]
-
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:

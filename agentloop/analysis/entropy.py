@@ -30,17 +30,6 @@ from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.learner_client.protocol import ScoreRequest
 from agentloop.trajectory import Trajectory
 
-__all__ = [
-    "Kind",
-    "KindFigures",
-    "ScoredRollout",
-    "TokenFigures",
-    "analyze",
-    "last_rollouts",
-    "mark_highest",
-    "score",
-]
-
 _NUM_ROLLOUTS = 64  # the number the paper analyzes
 _SHARE = 0.2  # of each rollout's tokens, as in the paper
 _MAX_LOG_RATIO = 20.0  # as in learner/loss.py

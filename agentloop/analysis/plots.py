@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from agentloop.analysis.run_list import read_metrics
 from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
+from agentloop.plain_json import number_of
 from agentloop.training.run_status import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["PANELS", "Panel", "labels_of", "moving_average", "plot_runs"]
 
 Row = Mapping[str, Any]
 
@@ -233,7 +232,7 @@ def _panels(names: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
         for rows in runs
         for row in rows
         for name, value in row.items()
-        if _is_number(value) and name != "step"
+        if number_of(value) is not None and name != "step"
     }
     if not names:
         for usual in (_USUAL, _SUPERVISED):
@@ -304,7 +303,7 @@ def _lines(
     steps, values = _points(rows, panel.name)
     window = round(_SMOOTH_SHARE * len(values) / 2) if len(values) >= _SMOOTH_FROM else 0
     if panel.per:
-        complete_rows = [row for row in rows if _is_number(row.get(panel.per))]
+        complete_rows = [row for row in rows if number_of(row.get(panel.per)) is not None]
         steps, values = _points(complete_rows, panel.name)
         window = max(1, window)
         seconds = moving_average([float(row[panel.per]) for row in complete_rows], window)
@@ -324,7 +323,7 @@ def _lines(
 
 
 def _stack(axes: Axes, parts: Mapping[str, str], rows: Sequence[Row]) -> None:
-    steps = [row for row in rows if any(_is_number(row.get(name)) for name in parts)]
+    steps = [row for row in rows if any(number_of(row.get(name)) is not None for name in parts)]
     if not steps:
         return
     values = [[float(row.get(name) or 0.0) for row in steps] for name in parts]
@@ -336,12 +335,12 @@ def _stack(axes: Axes, parts: Mapping[str, str], rows: Sequence[Row]) -> None:
     axes.legend(fontsize=9, loc="upper left")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    points = [(row["step"], float(row[name])) for row in rows if _is_number(row.get(name))]
+    points = [
+        (row["step"], float(value))
+        for row in rows
+        if (value := number_of(row.get(name))) is not None
+    ]
     return [step for step, _ in points], [value for _, value in points]
 
 

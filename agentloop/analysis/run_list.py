@@ -19,11 +19,9 @@ from typing import Any
 
 import orjson
 
-from agentloop.plain_json import read_rows
+from agentloop.plain_json import number_of, read_rows
 from agentloop.training.position import Phase, Position, Stages
 from agentloop.training.run_folder import checkpoints_in, is_active
-
-__all__ = ["RunKind", "RunState", "RunSummary", "find_runs", "read_metrics", "summarize"]
 
 Row = Mapping[str, Any]
 
@@ -305,18 +303,13 @@ def _size(path: Path, problems: list[str]) -> tuple[int, float]:
 
 def _last(rows: Sequence[Row], name: str) -> float | None:
     return next(
-        (value for row in reversed(rows) if (value := _float(row.get(name))) is not None), None
+        (value for row in reversed(rows) if (value := number_of(row.get(name))) is not None), None
     )
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:
-    values = [value for row in rows if (value := _float(row.get(name))) is not None]
+    values = [value for row in rows if (value := number_of(row.get(name))) is not None]
     return statistics.fmean(values) if values else None
-
-
-def _float(value: object) -> float | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if number else None  # type: ignore[arg-type]
 
 
 def _int(value: object) -> int | None:

@@ -25,8 +25,6 @@ from agentloop.api.requests import ChatRequest
 from agentloop.api.schemas import ChatCompletionChunk, Frame
 from agentloop.errors import AgentLoopError
 
-__all__ = ["Answering"]
-
 OnSending = Callable[[int], None]
 """Called with the number of a choice before its client is sent any of it."""
 

@@ -52,16 +52,6 @@ from agentloop.plain_json import dumps
 from agentloop.sandbox.openapi import EVENTS, JSON, JSON_LINES, Response, Responses, Route
 from agentloop.trajectory import Message, Trajectory
 
-__all__ = [
-    "COMPLETION",
-    "MESSAGE",
-    "RESPONSE",
-    "SESSION_ROUTES",
-    "TOKEN_COUNT",
-    "BareModel",
-    "in_anthropics_form",
-]
-
 _SESSIONS = "/v1/sessions/"
 
 

@@ -43,6 +43,7 @@ from agentloop.events import (
     TokensSampled,
     TurnFinished,
     TurnSampled,
+    events_of,
 )
 from agentloop.trajectory import (
     StopReason,
@@ -52,14 +53,6 @@ from agentloop.trajectory import (
     Turn,
     TurnEnd,
 )
-
-__all__ = [
-    "ChunkWriter",
-    "chunk_frame",
-    "completion",
-    "events_of",
-    "is_first",
-]
 
 _MAX_DESCRIBED_CHARS = 4000
 
@@ -184,7 +177,7 @@ class ChunkWriter:
         A writer writes one rollout: asked again, it returns the same chunks.
         """
         if self._whole is None:
-            chunks = [chunk for event in events_of(trajectory) for chunk in self.feed(event)]
+            chunks = [chunk for _, event in events_of(trajectory) for chunk in self.feed(event)]
             self._whole = [*chunks, self.last(trajectory)]
         return self._whole
 
@@ -248,20 +241,6 @@ class ChunkWriter:
 def is_first(chunk: ChatCompletionChunk) -> bool:
     """Return whether this is a choice's first chunk, which comes before anything is sampled."""
     return any("role" in choice["delta"] for choice in chunk["choices"])
-
-
-def events_of(trajectory: Trajectory) -> Iterator[Event]:
-    """Yield the events of a finished rollout that a `ChunkWriter` needs."""
-    key = trajectory.id
-    yield RolloutStarted(trajectory)
-    for index, turn in enumerate(trajectory):
-        yield TokensSampled(key, index, turn.output_ids, turn.text)
-        for call in turn.calls:
-            yield CallStarted(key, index, call)
-        yield TurnSampled(key, index)
-        for result in turn.results:
-            yield CallFinished(key, index, result)
-        yield TurnFinished(key, index, turn)
 
 
 def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> ChatCompletion:

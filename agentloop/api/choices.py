@@ -15,8 +15,6 @@ from agentloop.errors import AgentLoopError
 from agentloop.events import Emit, Feed, ignore
 from agentloop.trajectory import Trajectory
 
-__all__ = ["RunChoice", "choices_of", "streamed_choices"]
-
 RunChoice = Callable[[int, Emit], Awaitable[Trajectory]]
 """Runs the choice with a number to its end, emitting its events."""
 

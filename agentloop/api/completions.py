@@ -42,8 +42,6 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 
-__all__ = ["NOT_FOR_COMPLETIONS", "CompletionRequest", "Completions"]
-
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MAX_PROMPTS = 4096  # per request
 _LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have

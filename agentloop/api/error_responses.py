@@ -14,8 +14,6 @@ from agentloop.api.schemas import ErrorBody
 from agentloop.errors import RequestError, ServerError
 from agentloop.sandbox.openapi import Route
 
-__all__ = ["ErrorResponses"]
-
 log = logging.getLogger(__name__)
 
 

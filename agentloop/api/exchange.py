@@ -22,16 +22,6 @@ from agentloop.api.response_store import ResponseStore
 from agentloop.api.schemas import ChatCompletionChunk, ErrorBody
 from agentloop.trajectory import Trajectory
 
-__all__ = [
-    "ChatExchange",
-    "Choices",
-    "Exchange",
-    "MessagesExchange",
-    "ResponsesExchange",
-    "error_in_form_of",
-    "named_event",
-]
-
 _COMMENT = b": nothing new\n\n"
 
 Choices = Sequence[tuple[ChunkWriter, Trajectory]]

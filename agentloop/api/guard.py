@@ -13,8 +13,6 @@ from agentloop.api.exchange import error_in_form_of
 from agentloop.api.http import error_body
 from agentloop.sandbox.guard import OPEN_PATHS, Guard, is_loopback
 
-__all__ = ["ApiGuard", "ServeSettings"]
-
 
 class ServeSettings(pydantic.BaseModel):
     """The HTTP service."""

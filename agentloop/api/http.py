@@ -21,24 +21,6 @@ from agentloop.errors import AgentLoopError, RequestError, UnknownModel, Unknown
 from agentloop.plain_json import dumps
 from agentloop.sandbox.openapi import JSON, Response, Responses
 
-__all__ = [
-    "BODY_ERRORS",
-    "REFUSALS",
-    "REQUEST_ID",
-    "UNKNOWN_MODEL",
-    "EventStream",
-    "error_body",
-    "error_of",
-    "event_line",
-    "has_left",
-    "id_of",
-    "json_response",
-    "name_request",
-    "read_body",
-    "send",
-    "send_whole",
-]
-
 
 def _error(description: str) -> Response:
     return Response(description, {JSON: ErrorBody})

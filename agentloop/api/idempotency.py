@@ -19,14 +19,12 @@ from hashlib import blake2b
 import anyio
 from aiohttp import web
 
-from agentloop.api.chat_completions import ChunkWriter, events_of
+from agentloop.api.chat_completions import ChunkWriter
 from agentloop.api.choices import RunChoice
 from agentloop.api.schemas import Frame
 from agentloop.errors import RequestError
-from agentloop.events import Emit
+from agentloop.events import Emit, events_of
 from agentloop.trajectory import Trajectory
-
-__all__ = ["AnswerAttempt", "IdempotentAnswers"]
 
 _HEADER = "Idempotency-Key"
 _MAX_KEY_CHARS = 255
@@ -80,7 +78,7 @@ class AnswerAttempt:
         if (earlier := self._earlier) is not None:
 
             async def repeat(index: int, emit: Emit) -> Trajectory:
-                for event in events_of(earlier.choices[index]):
+                for _, event in events_of(earlier.choices[index]):
                     emit(event)
                 return earlier.choices[index]
 

@@ -14,8 +14,6 @@ from agentloop.api.guard import ServeSettings
 from agentloop.errors import SettingsError
 from agentloop.sandbox.guard import http_log, url_at
 
-__all__ = ["bind", "serving"]
-
 
 def bind(settings: ServeSettings, *, or_free: bool = False) -> socket.socket:
     """Bind the configured address, or with `or_free` another port if it is in use.
@@ -49,17 +47,22 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound_socket
 
 
-@asynccontextmanager
-async def serving(app: web.Application, bound_socket: socket.socket) -> AsyncIterator[str]:
-    """Serve `app` on a bound socket until the context is left; yield the URL."""
-    runner = web.AppRunner(
+def runner_of(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
+    """Return what serves an application; handlers are cancelled when their clients leave."""
+    return web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
         auto_decompress=False,  # read_body does, and answers an unknown encoding in our form
         logger=http_log,
-        shutdown_timeout=5.0,
+        shutdown_timeout=shutdown_timeout_s,
     )
+
+
+@asynccontextmanager
+async def serving(app: web.Application, bound_socket: socket.socket) -> AsyncIterator[str]:
+    """Serve `app` on a bound socket until the context is left; yield the URL."""
+    runner = runner_of(app)
     await runner.setup()
     try:
         await web.SockSite(runner, bound_socket, backlog=1024).start()

@@ -20,8 +20,6 @@ from agentloop.plain_json import with_whole_pairs
 if TYPE_CHECKING:
     from mcp.types import CallToolRequestParams, CallToolResult, ListToolsResult
 
-__all__ = ["AgentTool"]
-
 _NAME = "ask_agent"
 _SCHEMA = {
     "type": "object",

@@ -21,29 +21,10 @@ from pydantic_core import ErrorDetails
 from agentloop.agent.constraints import OutputRules
 from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.rollout import TurnOptions
-from agentloop.api.sampling_fields import SamplingFields, StopSequence
+from agentloop.api.sampling_fields import SamplingFields
 from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
 from agentloop.plain_json import JsonObject, with_whole_pairs
-
-__all__ = [
-    "ONLY_BARE_MODEL",
-    "UNSUPPORTED",
-    "ChatRequest",
-    "JsonFormat",
-    "Only",
-    "StopSequence",
-    "TextFormat",
-    "TypedObject",
-    "describe_unsupported",
-    "load_object",
-    "objects_in",
-    "parse",
-    "refuse_types",
-    "refuse_unsupported",
-    "validate",
-    "with_overrides",
-]
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 

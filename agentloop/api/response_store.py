@@ -10,8 +10,6 @@ from agentloop.errors import RequestError
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
-__all__ = ["ResponseStore"]
-
 _MAX_RESPONSES = 4096
 _MAX_CHARS = 64 << 20  # each conversation is counted whole, although they share messages
 

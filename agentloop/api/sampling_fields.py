@@ -13,8 +13,6 @@ import pydantic
 
 from agentloop.errors import RequestError
 
-__all__ = ["SamplingFields", "StopSequence", "StreamOptions"]
-
 StopSequence = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
 _TokenId = Annotated[str, pydantic.Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, pydantic.Field(ge=-100, le=100)]
@@ -32,13 +30,9 @@ class StreamOptions(pydantic.BaseModel):
     include_usage: bool | None = None
 
 
-class SamplingFields(pydantic.BaseModel):
-    """Parameters that chat completions and completions share."""
+class SamplerFields(pydantic.BaseModel):
+    """Parameters that say how a token is chosen, of all protocols."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = pydantic.Field(None, ge=1, le=128)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, gt=0, le=1)
     top_k: int | None = pydantic.Field(None, ge=-1, le=1 << 30)
@@ -47,6 +41,15 @@ class SamplingFields(pydantic.BaseModel):
     frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
     presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
     repetition_penalty: float | None = pydantic.Field(None, gt=0, le=2)
+
+
+class SamplingFields(SamplerFields):
+    """Parameters that chat completions and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = pydantic.Field(None, ge=1, le=128)
     logit_bias: dict[_TokenId, _Bias] | None = None
     min_tokens: int | None = pydantic.Field(None, ge=0, lt=1 << 31)
     stop: StopSequence | Annotated[list[StopSequence], pydantic.Field(max_length=4)] | None = None

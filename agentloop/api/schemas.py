@@ -10,28 +10,6 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
-__all__ = [
-    "AskedCall",
-    "ChatCompletion",
-    "ChatCompletionChunk",
-    "ErrorBody",
-    "ExecutedCall",
-    "HealthStatus",
-    "InputMessage",
-    "Logprobs",
-    "Model",
-    "ModelList",
-    "RolloutLine",
-    "TextChoice",
-    "TextCompletion",
-    "TextLogprobs",
-    "TokenLogprob",
-    "ToolDefinition",
-    "Usage",
-    "UsageChunk",
-    "usage_of",
-]
-
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 

@@ -24,11 +24,9 @@ from agentloop.api.bare_model import SESSION_ROUTES, BareModel
 from agentloop.api.error_responses import ErrorResponses
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import name_request
+from agentloop.api.listen import runner_of
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.sandbox.guard import http_log
 from agentloop.sandbox.openapi import add_routes
-
-__all__ = ["SessionListener", "listening_for_sessions"]
 
 _MAX_OPEN = 1 << 16
 _MAX_BODY_BYTES = 64 << 20
@@ -82,14 +80,7 @@ async def listening_for_sessions(
     add_routes(app.router, routes, bare)
     app.on_response_prepare.append(name_request)
     ApiGuard(ServeSettings()).add_to(app)
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,
-        auto_decompress=False,  # read_body does, and answers an unknown encoding in our form
-        logger=http_log,
-        shutdown_timeout=1.0,
-    )
+    runner = runner_of(app, shutdown_timeout_s=1.0)
     with tempfile.TemporaryDirectory(prefix="agentloop-sessions-") as folder:
         socket = Path(folder, "model")
         await runner.setup()

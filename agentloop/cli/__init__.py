@@ -1,1 +1,1 @@
-"""Commands, one module each; no other module imports them."""
+"""Commands, one module each; only what composes programs imports from them."""

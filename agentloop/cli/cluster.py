@@ -27,8 +27,7 @@ import pydantic
 
 from agentloop.aio import task_group
 from agentloop.cli.resource_plan import Machine, plan, this_machine
-from agentloop.cli.rolling_out import remote_rollouts
-from agentloop.cli.train_settings import TrainSettings, with_memory_saver
+from agentloop.cli.train_settings import TrainSettings, fine_tuning, with_memory_saver
 from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.models import SMALL
@@ -53,7 +52,7 @@ from agentloop.training.cluster.placement import (
     shares,
 )
 from agentloop.training.cluster.ray_cluster import RayCluster, Spot
-from agentloop.training.cluster.rollout_host import OpenRollouts, RolloutActor
+from agentloop.training.cluster.rollout_host import OpenedRollouts, OpenRollouts, RolloutActor
 from agentloop.training.cluster.runtimes import RemoteRuntimes, StartActor
 from agentloop.training.learner_client.client import learner_command
 from agentloop.training.learner_client.launch import RanksSettings, starts
@@ -182,10 +181,8 @@ class ClusterPlan:
         )
         self.placements = place(processes, nodes, home=home, colocated=settings.cluster.colocated)
         self.sft_ranks, self.sft_placements = settings.ranks, list[Placement]()
-        if settings.sft is not None:
-            self.sft_ranks = settings.sft.within(
-                settings.learner, settings.ranks, settings.loop, settings.budget
-            ).ranks
+        if (before := fine_tuning(settings)) is not None:
+            self.sft_ranks = before.training.ranks
             ranks = learner_processes(
                 self.sft_ranks, on_gpus=server.device == "cuda", rank_bytes=rank_bytes
             )
@@ -349,25 +346,34 @@ class OnCluster:
 
     @asynccontextmanager
     async def runtimes(
-        self, settings: TrainSettings, *, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        open_rollouts: Callable[[Settings], AbstractAsyncContextManager[OpenedRollouts]],
+        group_size: int,
+        say: Callable[[str], None],
     ) -> AsyncIterator[RemoteRuntimes]:
         """Start the runtimes of `cluster.runtimes`, and restart those that are lost.
+
+        Args:
+            settings: those of all runtimes, which share the servers.
+            open_rollouts: opens a runtime with its settings on its node.
 
         Raises:
             ServerError: one cannot be started the first time, or the last one was given up.
         """
         runtimes = RemoteRuntimes(
-            group_size=settings.loop.group_size, max_restarts=settings.server.max_restarts, say=say
+            group_size=group_size, max_restarts=settings.server.max_restarts, say=say
         )
         starts: dict[str, StartActor] = {}
         opens: dict[str, OpenRollouts] = {}
-        for number, count in enumerate(shares(settings.server.count, settings.cluster.runtimes)):
+        counts = shares(settings.server.count, self.settings.cluster.runtimes)
+        for number, count in enumerate(counts):
             name = f"runtime {number + 1}"
             server = settings.server.model_copy(update={"count": count, "port": 0})
             log_dir = self._log_dir / name.replace(" ", "-")
             runtime_settings = settings.model_copy(update={"server": server, "log_dir": log_dir})
             starts[name] = partial(self._run.start_actor, name, RolloutActor)
-            opens[name] = partial(remote_rollouts, runtime_settings)
+            opens[name] = partial(open_rollouts, runtime_settings)
         self._runtimes = runtimes
         async with runtimes.running(starts, opens):
             yield runtimes

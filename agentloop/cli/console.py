@@ -38,7 +38,6 @@ from agentloop.training.run_status import RunStatus, clock
 if TYPE_CHECKING:
     import pydantic
     from rich.console import RenderableType
-    from structlog.typing import Processor
 
     from agentloop.runtime import Runtime, Settings
 
@@ -343,7 +342,7 @@ async def open_runtime(settings: Settings) -> AsyncIterator[Runtime]:
 
 
 def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
-    """Run a command on uvloop if it is installed; SIGINT and SIGTERM cancel it.
+    """Run a command on uvloop, except on Windows; SIGINT and SIGTERM cancel it.
 
     Args:
         explain: log the router's decisions.
@@ -362,7 +361,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         logging.getLogger("agentloop.explain").setLevel(logging.INFO)
     try:
         return anyio.run(
-            partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}
+            partial(_until_signal, main), backend_options={"use_uvloop": sys.platform != "win32"}
         )
     except (AgentLoopError, SandboxError, OSError, BaseExceptionGroup) as error:
         errors = list(leaves(error))
@@ -386,26 +385,15 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _configure_logging() -> None:
-    """Log warnings and errors to stderr: in color on a terminal, otherwise as JSON lines."""
-    import structlog
+    """Log warnings and errors to stderr, for people: in color on a terminal."""
+    from structlog import dev, processors, stdlib
 
-    stamp = structlog.processors.TimeStamper(fmt="iso")
-    shared: list[Processor] = [structlog.stdlib.add_log_level, stamp]
-    renderer: Processor = structlog.processors.JSONRenderer()
-    if sys.stderr.isatty():
-        # Without the values of local variables, among which may be keys.
-        plain = structlog.dev.plain_traceback
-        renderer = structlog.dev.ConsoleRenderer(exception_formatter=plain)
+    # Without the values of local variables, among which may be keys.
+    plain = dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=dev.plain_traceback)
+    stamp = processors.TimeStamper(fmt="iso")
     handler = _Stderr()
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *([] if sys.stderr.isatty() else [structlog.processors.format_exc_info]),
-                renderer,
-            ],
-        )
+        stdlib.ProcessorFormatter(plain, foreign_pre_chain=[stdlib.add_log_level, stamp])
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
@@ -525,11 +513,3 @@ async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
                 status = await main()
             tasks.cancel_scope.cancel()
     return status
-
-
-def _has_uvloop() -> bool:
-    try:
-        import uvloop  # noqa: F401
-    except ImportError:
-        return False
-    return True

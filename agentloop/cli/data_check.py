@@ -117,7 +117,7 @@ async def check_data(data: str, overrides: Sequence[str]) -> DataReport:
     report.problems += [
         f"{second.source_line}: the answer is {second.answer!r}, but {first.answer!r} in "
         f"{first.source_line}, and the problem is the same"
-        for first, second in find_conflicts(tasks)
+        for first, second in find_conflicts(tasks, env=settings.env.name)
     ]
     await console.in_thread(_render, report, tasks, settings)
     report.problems += map(str, await bad_references(settings.reward, tasks))

@@ -38,7 +38,7 @@ class Findings:
 
     def add(self, kind: str, reason: str) -> None:
         """Add a reason of a kind, `refused` or `missing`, unless it is known."""
-        if reason and reason not in self._reasons[kind]:
+        if reason and not any(reason in known for known in self._reasons.values()):
             self._reasons[kind].append(reason)
 
     @contextmanager
@@ -54,10 +54,10 @@ class Findings:
         return {kind: "; ".join(reasons) or None for kind, reasons in self._reasons.items()}
 
     def print(self) -> int:
-        """Print the reasons, a line for each kind; return the exit status of the dry run."""
-        for kind, reasons in self.data().items():
-            if reasons is not None:
-                print(f"{kind:<10} {reasons}")
+        """Print the reasons, a line for each; return the exit status of the dry run."""
+        for kind, reasons in self._reasons.items():
+            for reason in reasons:
+                print(f"{kind:<10} {reason}")
         return 2 if self else 0
 
 

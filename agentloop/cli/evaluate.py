@@ -475,6 +475,8 @@ async def _plan(settings: EvaluateSettings, *, is_new: bool) -> int:
 
     await check_start(settings, findings, open_tasks, is_new=is_new)
     status = findings.print()
+    if not tasks:
+        return status
     k, max_tokens = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
     sets = sorted({task.env or task.source for task in tasks})

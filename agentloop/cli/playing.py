@@ -14,9 +14,10 @@ import pydantic
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli.environment_settings import AskSettings
 from agentloop.cli.machine import require_servers
-from agentloop.cli.without_servers import open_endpoint
+from agentloop.cli.without_servers import open_endpoint, open_tools
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.mixture import RunEnvironment
+from agentloop.environments.player import PlayerHost
 from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.events import Emit
@@ -24,6 +25,7 @@ from agentloop.inference.openai_client import EndpointSettings
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Progress, Runtime
+from agentloop.trajectory import Message
 
 __all__ = ["PlaySettings", "check_player", "playing"]
 
@@ -48,17 +50,20 @@ def check_player(settings: PlaySettings) -> None:
 
 @asynccontextmanager
 async def playing(
-    settings: PlaySettings, progress: Progress
+    settings: PlaySettings, progress: Progress, *, has_oracle: bool = False
 ) -> AsyncIterator[tuple[Callable[[Emit], GroupRunner], ChatFormat | None]]:
     """Start the agent; yield a function of a rollout's reader that returns what plays it.
 
-    With an endpoint in place of the model, there is no chat format.
+    With an endpoint in place of the model, or an oracle, there is no chat format.
+
+    Args:
+        has_oracle: whether the environment plays by itself, without a model.
     """
     s = settings
-    if s.endpoint.url:
+    if has_oracle or s.endpoint.url:
         async with (
             set_up([load(s.env)]),
-            open_endpoint(s, s.endpoint, progress=progress) as (host, _),
+            _open_host(s, progress, has_oracle) as host,
             Grader(s.reward, pool=host.pool) as grader,
         ):
             play = partial(
@@ -85,3 +90,19 @@ async def playing(
             with_text=True,
         )
         yield lambda emit: GroupRunner(play_ours(emit=emit), grader), runtime.chat
+
+
+@asynccontextmanager
+async def _open_host(
+    settings: PlaySettings, progress: Progress, has_oracle: bool
+) -> AsyncIterator[PlayerHost]:
+    if not has_oracle:
+        async with open_endpoint(settings, settings.endpoint, progress=progress) as (host, _):
+            yield host
+        return
+    async with open_tools(settings, log_dir=None, progress=progress) as (pool, resolve):
+        yield PlayerHost(_leave, pool, resolve)
+
+
+def _leave(messages: list[Message]) -> str:
+    return "The environment has played by itself."

@@ -264,7 +264,7 @@ class RunDashboard:
 
     def _served_on(self) -> ServedOn:
         if self.runtime is None:
-            return ServedOn.UNKNOWN
+            return ServedOn.UNKNOWN if self._has_runtime else ServedOn.ENDPOINT
         settings = self.runtime.settings
         return served_here(settings.servers, settings.server.device)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,6 @@ import pydantic
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
 from agentloop.cli import console
-from agentloop.cli.environment_settings import AskSettings
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import (
     DialogueTraining,
@@ -39,11 +38,12 @@ from agentloop.cli.sft import (
 from agentloop.cli.without_servers import open_tools
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
-from agentloop.environments.rewards.reward import Grader
+from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.errors import DataError, SettingsError
 from agentloop.models import SMALL
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.rollouts.scripted import PlayedRollout, play_teacher
+from agentloop.runtime import Settings
 from agentloop.training.learner_client.client import Spawn
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -66,11 +66,9 @@ from agentloop.training.sft import (
 )
 
 __all__ = [
+    "FineTuning",
     "SftStageSettings",
-    "add_teacher_dialogues",
-    "check_dialogues",
     "check_teachers",
-    "make_start_model",
 ]
 
 
@@ -190,183 +188,176 @@ def _is_arithmetic(
     return not has_own and environments[0].tasks.kind == "arithmetic"
 
 
-async def make_start_model(
-    settings: AskSettings,
-    training: DialogueTraining,
-    environments: Sequence[RunEnvironment],
-    dashboard: RunDashboard,
-    progress: console.ProgressLine,
-    spawn: Spawn,
-) -> Path:
-    """Make the model that the rollouts start from, unless it exists, and return its folder."""
-    folder = dashboard.folder
-    made = folder.path / "sft" / "model"
-    if not (made / "config.json").is_file():  # the folder is renamed into place when complete
-        model, chat = model_folder(settings.model or SMALL), settings.chat
-        async with folder.within("sft") as part:
-            data = await add_teacher_dialogues(
-                settings, training.data, environments, part, progress
-            )
-            training = training.model_copy(update={"data": data})
-            # The dialogues are read by one core, while the learner starts on others.
-            learner = learner_of(training, model, chat, part, progress, spawn)
-            async with learner.starting():
-                try:
-                    samples = await samples_of(training, model, chat, progress)
-                except DataError:
-                    if not part.metrics():  # a resumed run may have a corrected teacher
-                        (part.path / _TEACHER).unlink(missing_ok=True)
-                    raise
-                make_plan = partial(FineTuningPlan, training.loop, samples, part, "sft.")
-                plan = await anyio.to_thread.run_sync(make_plan)
-                await imitate(training, learner, plan, progress, dashboard.on_start_event)
-    checkpoints = made.with_name("checkpoints")  # not needed any more
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
-    return made
+@dataclass(frozen=True)
+class FineTuning:
+    """The supervised fine-tuning of a run, with what its teachers play in.
 
-
-async def add_teacher_dialogues(
-    settings: AskSettings,
-    data: DialoguesSettings,
-    environments: Sequence[RunEnvironment],
-    folder: RunFolder,
-    progress: console.ProgressLine,
-) -> DialoguesSettings:
-    """Return `data` with a file of what the environments' teachers have played, if it asks for it.
-
-    The file is kept, so that a resumed run reads the same dialogues.
+    Attributes:
+        runtime: the model, its chat template, the tools and the sandbox.
+        budget: limits of a teacher's rollout.
     """
-    if not await _has_games(data, environments):
-        return data
-    file = folder.path / _TEACHER
-    if not await anyio.Path(file).is_file():
-        lines: list[bytes] = []
-        num_right, fault = 0, ""
-        every = max(1, data.teacher // _NUM_LINES)
 
-        async def keep(number: int, played: PlayedRollout) -> None:
-            nonlocal num_right, fault
-            if played.dialogues and not lines:  # before thousands are played
-                await _check_dialogue(settings, data, played.dialogues[0], progress)
-            lines.extend(map(dumps, played.dialogues))
-            num_right += (played.reward.value or 0.0) > 0
-            fault = fault or played.reward.reason
-            if (number + 1) % every == 0:
-                progress(f"The teacher has played {number + 1} of {data.teacher} rollouts")
+    training: DialogueTraining
+    environments: Sequence[RunEnvironment]
+    runtime: Settings
+    reward: RewardSettings
+    budget: Budget
 
-        await _play_games(settings, data, environments, keep, folder.path / "logs", progress)
-        if not num_right:
-            raise SettingsError(
-                f"sft.data.teacher: none of the {count_of(data.teacher, 'rollout')} of the teacher "
-                f"has a reward above 0, so there is nothing to imitate: correct the teacher, or "
-                f"the reward{f' ({fault})' if fault else ''}"
+    async def make_start_model(
+        self, dashboard: RunDashboard, progress: console.ProgressLine, spawn: Spawn
+    ) -> Path:
+        """Make the model that the rollouts start from, unless it exists, and return its folder."""
+        folder = dashboard.folder
+        made = folder.path / "sft" / "model"
+        if not (made / "config.json").is_file():  # the folder is renamed into place when complete
+            model, chat = model_folder(self.runtime.model or SMALL), self.runtime.chat
+            async with folder.within("sft") as part:
+                data = await self.add_teacher_dialogues(part, progress)
+                training = self.training.model_copy(update={"data": data})
+                # The dialogues are read by one core, while the learner starts on others.
+                learner = learner_of(training, model, chat, part, progress, spawn)
+                async with learner.starting():
+                    try:
+                        samples = await samples_of(training, model, chat, progress)
+                    except DataError:
+                        if not part.metrics():  # a resumed run may have a corrected teacher
+                            (part.path / _TEACHER).unlink(missing_ok=True)
+                        raise
+                    make_plan = partial(FineTuningPlan, training.loop, samples, part, "sft.")
+                    plan = await anyio.to_thread.run_sync(make_plan)
+                    await imitate(training, learner, plan, progress, dashboard.on_start_event)
+        checkpoints = made.with_name("checkpoints")  # not needed any more
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
+        return made
+
+    async def add_teacher_dialogues(
+        self, folder: RunFolder, progress: console.ProgressLine
+    ) -> DialoguesSettings:
+        """Return the data with a file of what the environments' teachers have played, if any do.
+
+        The file is kept, so that a resumed run reads the same dialogues.
+        """
+        data = self.training.data
+        if not await self._has_games():
+            return data
+        file = folder.path / _TEACHER
+        if not await anyio.Path(file).is_file():
+            lines: list[bytes] = []
+            num_right, fault = 0, ""
+            every = max(1, data.teacher // _NUM_LINES)
+
+            async def keep(number: int, played: PlayedRollout) -> None:
+                nonlocal num_right, fault
+                if played.dialogues and not lines:  # before thousands are played
+                    await self._check_dialogue(played.dialogues[0], progress)
+                lines.extend(map(dumps, played.dialogues))
+                num_right += (played.reward.value or 0.0) > 0
+                fault = fault or played.reward.reason
+                if (number + 1) % every == 0:
+                    progress(f"The teacher has played {number + 1} of {data.teacher} rollouts")
+
+            await self._play_games(data.teacher, keep, folder.path / "logs", progress)
+            if not num_right:
+                raise SettingsError(
+                    f"sft.data.teacher: none of the {count_of(data.teacher, 'rollout')} of the "
+                    "teacher has a reward above 0, so there is nothing to imitate: correct the "
+                    f"teacher, or the reward{f' ({fault})' if fault else ''}"
+                )
+            progress.say(
+                f"The teacher's rollouts: {num_right:,} of {data.teacher:,} right "
+                f"({100 * num_right / data.teacher:.0f}%)"
             )
-        progress.say(
-            f"The teacher's rollouts: {num_right:,} of {data.teacher:,} right "
-            f"({100 * num_right / data.teacher:.0f}%)"
+            text = "".join(f"{line.decode()}\n" for line in lines)
+            await anyio.to_thread.run_sync(folder.write, _TEACHER, text)
+        return data.model_copy(update={"paths": [*data.paths, file], "teacher": 0})
+
+    async def check_dialogues(self, progress: console.ProgressLine) -> None:
+        """Check one dialogue of each source against the model's chat template.
+
+        The teacher of an environment plays a rollout for it.
+
+        Raises:
+            AgentLoopError: one cannot be read, played or encoded.
+        """
+        data = self.training.data
+        sources = [data.model_copy(update={"paths": [path], "teacher": 0}) for path in data.paths]
+        has_games = await self._has_games()
+        if data.teacher and not has_games:
+            sources.append(data.model_copy(update={"paths": [], "teacher": 1}))
+        for source in sources:
+            read = partial(next, read_dialogues(source), None)
+            if (dialogue := await anyio.to_thread.run_sync(read)) is None:
+                raise DataError(f"{source.paths[0]}: the file has no dialogue")
+            await self._check_encoding(dialogue, progress)
+        if not has_games:
+            return
+
+        async def check(number: int, played: PlayedRollout) -> None:
+            for dialogue in played.dialogues[:1]:
+                await self._check_dialogue(dialogue, progress)
+
+        await self._play_games(1, check, None, progress)
+
+    async def _load(self) -> list[Environment | None]:
+        return await console.in_thread(
+            lambda: [environment.load() for environment in self.environments]
         )
-        text = "".join(f"{line.decode()}\n" for line in lines)
-        await anyio.to_thread.run_sync(folder.write, _TEACHER, text)
-    return data.model_copy(update={"paths": [*data.paths, file], "teacher": 0})
 
+    async def _has_games(self) -> bool:
+        """Return whether teachers of environments are to play."""
+        loaded = await self._load()
+        return bool(self.training.data.teacher) and not _is_arithmetic(self.environments, loaded)
 
-async def check_dialogues(
-    settings: AskSettings,
-    data: DialoguesSettings,
-    environments: Sequence[RunEnvironment],
-    progress: console.ProgressLine,
-) -> None:
-    """Check one dialogue of each source against the model's chat template.
+    async def _play_games(
+        self,
+        num_rollouts: int,
+        on_played: Callable[[int, PlayedRollout], Awaitable[None]],
+        log_dir: Path | None,
+        progress: console.ProgressLine,
+    ) -> None:
+        """Let the environments' teachers play rollouts, one after the other."""
+        seed = self.training.data.seed
+        loaded = await self._load()
+        async with (
+            set_up(loaded),
+            open_tools(self.runtime, log_dir=log_dir, progress=progress) as (pool, resolve),
+            Grader(self.reward, pool=pool) as grader,
+        ):
+            # Again, now with what their rollouts share.
+            loaded = [environment.load() for environment in self.environments]
+            seeded = [
+                replace(environment, tasks=environment.tasks.model_copy(update={"seed": seed}))
+                for environment in self.environments
+            ]
+            tasks = await anyio.to_thread.run_sync(open_mixture, seeded, loaded)
+            by_name = {
+                run_environment.name: (run_environment, environment)
+                for run_environment, environment in zip(seeded, loaded, strict=True)
+            }
+            for number, task in enumerate(islice(tasks, num_rollouts)):
+                run_environment, environment = by_name[task.env]
+                assert environment is not None
+                played = await play_teacher(
+                    environment,
+                    task,
+                    Random(f"{seed} {number}"),
+                    resolve=resolve,
+                    pool=pool,
+                    grader=grader,
+                    budget=run_environment.budget_of(self.budget),
+                )
+                await on_played(number, played)
 
-    The teacher of an environment plays a rollout for it.
+    async def _check_dialogue(self, row: JsonObject, progress: console.ProgressLine) -> None:
+        """Check a dialogue of a teacher against the model's chat template. Raises DataError."""
+        dialogue = Dialogue(row["messages"], row["tools"], "the teacher's first rollout")
+        await self._check_encoding(dialogue, progress)
 
-    Raises:
-        AgentLoopError: one cannot be read, played or encoded.
-    """
-    sources = [data.model_copy(update={"paths": [path], "teacher": 0}) for path in data.paths]
-    has_games = await _has_games(data, environments)
-    if data.teacher and not has_games:
-        sources.append(data.model_copy(update={"paths": [], "teacher": 1}))
-    for source in sources:
-        read = partial(next, read_dialogues(source), None)
-        if (dialogue := await anyio.to_thread.run_sync(read)) is None:
-            raise DataError(f"{source.paths[0]}: the file has no dialogue")
-        await _check_encoding(settings, data, dialogue, progress)
-    if not has_games:
-        return
-
-    async def check(number: int, played: PlayedRollout) -> None:
-        for dialogue in played.dialogues[:1]:
-            await _check_dialogue(settings, data, dialogue, progress)
-
-    one = data.model_copy(update={"teacher": 1})
-    await _play_games(settings, one, environments, check, None, progress)
-
-
-async def _has_games(data: DialogueSource, environments: Sequence[RunEnvironment]) -> bool:
-    """Return whether teachers of environments are to play."""
-    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
-    return bool(data.teacher) and not _is_arithmetic(environments, loaded)
-
-
-async def _play_games(
-    settings: AskSettings,
-    data: DialoguesSettings,
-    environments: Sequence[RunEnvironment],
-    on_played: Callable[[int, PlayedRollout], Awaitable[None]],
-    log_dir: Path | None,
-    progress: console.ProgressLine,
-) -> None:
-    """Let the environments' teachers play `data.teacher` rollouts, one after the other."""
-    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
-    async with (
-        set_up(loaded),
-        open_tools(settings, log_dir=log_dir, progress=progress) as (pool, resolve),
-        Grader(settings.reward, pool=pool) as grader,
-    ):
-        loaded = [environment.load() for environment in environments]  # with what they share
-        seeded = [
-            replace(environment, tasks=environment.tasks.model_copy(update={"seed": data.seed}))
-            for environment in environments
-        ]
-        tasks = await anyio.to_thread.run_sync(open_mixture, seeded, loaded)
-        by_name = {
-            run_environment.name: (run_environment, environment)
-            for run_environment, environment in zip(seeded, loaded, strict=True)
-        }
-        for number, task in enumerate(islice(tasks, data.teacher)):
-            run_environment, environment = by_name[task.env]
-            assert environment is not None
-            played = await play_teacher(
-                environment,
-                task,
-                Random(f"{data.seed} {number}"),
-                resolve=resolve,
-                pool=pool,
-                grader=grader,
-                budget=run_environment.budget_of(settings.budget),
-            )
-            await on_played(number, played)
-
-
-async def _check_dialogue(
-    settings: AskSettings, data: DialoguesSettings, row: JsonObject, progress: console.ProgressLine
-) -> None:
-    """Check a dialogue of a teacher against the model's chat template. Raises DataError."""
-    dialogue = Dialogue(row["messages"], row["tools"], "the teacher's first rollout")
-    await _check_encoding(settings, data, dialogue, progress)
-
-
-async def _check_encoding(
-    settings: AskSettings,
-    data: DialoguesSettings,
-    dialogue: Dialogue,
-    progress: console.ProgressLine,
-) -> None:
-    progress("Checking a dialogue against the chat template")
-    model = model_folder(settings.model or SMALL)
-    chat = await anyio.to_thread.run_sync(ChatFormat.load, model, settings.chat)
-    limit = data.max_tool_response_tokens
-    await anyio.to_thread.run_sync(
-        partial(trajectories_of, chat, dialogue, max_tool_response_tokens=limit)
-    )
+    async def _check_encoding(self, dialogue: Dialogue, progress: console.ProgressLine) -> None:
+        progress("Checking a dialogue against the chat template")
+        model = model_folder(self.runtime.model or SMALL)
+        chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.runtime.chat)
+        limit = self.training.data.max_tool_response_tokens
+        await anyio.to_thread.run_sync(
+            partial(trajectories_of, chat, dialogue, max_tool_response_tokens=limit)
+        )

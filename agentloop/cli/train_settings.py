@@ -9,7 +9,7 @@ import pydantic
 from agentloop.agent.rollout import Budget
 from agentloop.cli.environment_settings import EnvironmentRunSettings
 from agentloop.cli.sft import model_folder
-from agentloop.cli.sft_stage import SftStageSettings
+from agentloop.cli.sft_stage import FineTuning, SftStageSettings
 from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL
 from agentloop.observe.exporters.event_log import EventLogSettings
@@ -26,6 +26,7 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 
 __all__ = [
     "TrainSettings",
+    "fine_tuning",
     "learner_settings",
     "lends_memory",
     "serves_on_gpus",
@@ -94,6 +95,15 @@ def learner_settings(settings: TrainSettings) -> LearnerSettings:
         temperature=settings.sampling.temperature,
         objective=settings.credit.rule.objective,
     )
+
+
+def fine_tuning(settings: TrainSettings) -> FineTuning | None:
+    """Return the supervised fine-tuning before the rollouts, if there is one."""
+    s = settings
+    if s.sft is None:
+        return None
+    training = s.sft.within(s.learner, s.ranks, s.loop, s.budget)
+    return FineTuning(training, s.environments, s, s.reward, s.budget)
 
 
 def serves_on_gpus(settings: TrainSettings) -> bool:

@@ -89,6 +89,7 @@ Teacher = Callable[[Any, Random], Script]
 
 T = TypeVar("T")
 
+HARBOR = "harbor:"  # before a folder of tasks, in place of a module and a function
 _SHARED = "shared"  # the parameter that gets what `setup` has opened
 # The environments of this process that have been set up, by `_key_of`.
 _opened: dict[tuple[EnvironmentFunction, str], Environment] = {}
@@ -103,9 +104,9 @@ class EnvSettings(pydantic.BaseModel):
 
     name: str = pydantic.Field(
         "",
-        description="An environment, as module:name or by the name that an installed package "
-        "registers; none: the agent answers each task's prompt, and its answer is checked "
-        "(`reward`).",
+        description="An environment, as module:name, by the name that an installed package "
+        "registers, or as harbor:FOLDER for a folder of Harbor tasks; none: the agent answers each "
+        "task's prompt, and its answer is checked (`reward`).",
     )
     args: JsonObject = pydantic.Field(
         default_factory=dict, description="Arguments of the environment, by name."
@@ -445,6 +446,10 @@ def load(settings: EnvSettings) -> Environment | None:
     """
     if not (name := settings.name):
         return None
+    arguments = settings.args
+    if name.startswith(HARBOR):
+        arguments = {"folder": name.removeprefix(HARBOR), **arguments}
+        name = "agentloop.environments.adapters.harbor:task"
     if ":" not in name:
         name = find(name)
     module, colon, attribute = name.partition(":")
@@ -457,7 +462,7 @@ def load(settings: EnvSettings) -> Environment | None:
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
         )
     import_schema_parser()  # now, when nothing else waits for the event loop
-    configured = imported.with_arguments(settings.args)
+    configured = imported.with_arguments(arguments)
     return _opened.get(_key_of(configured), configured)
 
 

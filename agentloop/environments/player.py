@@ -28,6 +28,7 @@ from agentloop.events import (
     CallFinished,
     CallStarted,
     Emit,
+    OnlyReason,
     RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
@@ -58,6 +59,8 @@ __all__ = [
     "Said",
     "Script",
 ]
+
+_NO_CHOICE = OnlyReason("the agent's own endpoint")
 
 Said = str | Message
 
@@ -223,7 +226,7 @@ class _Conversation:
 
     async def _from_endpoint(self, endpoint: Endpoint, index: int, turn: Turn) -> Message:
         turn.servers.append(endpoint.url)
-        self.emit(TurnPlaced(self.record.id, index, endpoint.url, _NoChoice()))
+        self.emit(TurnPlaced(self.record.id, index, endpoint.url, _NO_CHOICE))
         completion = await endpoint.complete(
             [_as_sent(message) for message in self.record.messages],
             tools=self.tools.schemas,
@@ -258,16 +261,6 @@ class _Conversation:
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self.begun_s
-
-
-@dataclass(frozen=True, slots=True)
-class _NoChoice:
-    """The placement of a turn on the only server that it may run on."""
-
-    why: str = "the agent's own endpoint"
-
-    def explain(self) -> str:
-        return self.why
 
 
 def _message_of(completion: EndpointCompletion) -> Message:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from agentloop.errors import InfrastructureFailed
 from agentloop.sandbox import (
     CallError,
     CallResult,
     CallStatus,
+    Computer,
+    ComputerLimits,
+    ComputerLost,
     LostBy,
+    Overloaded,
     Pool,
     Program,
     ProgramEnd,
@@ -18,6 +23,7 @@ from agentloop.sandbox import (
     SandboxUnavailable,
     Session,
     SessionLost,
+    Snapshot,
 )
 
 __all__ = ["EnvironmentSandbox", "EnvironmentSession"]
@@ -59,6 +65,53 @@ class EnvironmentSandbox:
             except SandboxError as error:
                 raise self._record_failure(f"sandbox: {error}") from error
             yield EnvironmentSession(session, self._record_failure)
+
+    @asynccontextmanager
+    async def computer(
+        self,
+        image: str = "",
+        *,
+        files: Mapping[str, bytes | Path] | None = None,
+        network: str = "none",
+        limits: ComputerLimits | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> AsyncIterator[Computer]:
+        """Open a computer: a root file system of its own, shells that keep their state, files.
+
+        Arguments are those of `sandbox.Pool.computer`.
+
+        Raises:
+            InfrastructureFailed: the sandbox failed, or the computer was lost meanwhile.
+            ProgramUnsupported: there is no engine on this machine, or it lacks the image.
+        """
+        try:
+            async with self._pool.computer(
+                image,
+                files=files,
+                network=network,
+                limits=limits,
+                user=user,
+                workdir=workdir,
+                env=env,
+                snapshot=snapshot,
+            ) as box:
+                yield box
+        except (SandboxUnavailable, ComputerLost, Overloaded) as error:
+            raise self._record_failure(f"sandbox: {error}") from error
+
+    async def build_image(self, folder: Path) -> str:
+        """Build an image from a folder with a Dockerfile, if it has not been built yet.
+
+        Raises:
+            InfrastructureFailed: a step of it failed, or the engine did.
+        """
+        try:
+            return await self._pool.build_image(folder)
+        except SandboxUnavailable as error:
+            raise self._record_failure(f"sandbox: {error}") from error
 
     @property
     def has_containers(self) -> bool:

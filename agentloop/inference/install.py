@@ -27,8 +27,6 @@ from agentloop.child_environment import for_own_pip
 from agentloop.errors import ServerStartError
 from agentloop.inference.cpu import PRIVATE, has_accelerator
 
-__all__ = ["Step", "install", "missing", "steps"]
-
 _CPU = Path(__file__).parent / "cpu"
 _SHOWN = ("Collecting", "Downloading", "Installing", "Successfully", "ERROR")
 _TAIL_LINES = 15

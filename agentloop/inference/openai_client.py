@@ -24,20 +24,6 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.trajectory import StopReason, TurnEnd
 
-__all__ = [
-    "EndpointCall",
-    "EndpointCompletion",
-    "EndpointSettings",
-    "OpenAIClient",
-    "delay_s",
-    "parse_completion",
-    "retry_after_s",
-    "sampling_fields",
-    "seed_of",
-    "stop_reason_of",
-    "turn_end_of",
-]
-
 _BUSY = (408, 409, 425, 429)
 _MAX_ERROR_CHARS = 300  # quoted of an error's body
 _CLOSE_S = 5.0

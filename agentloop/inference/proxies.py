@@ -13,8 +13,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from agentloop.errors import SettingsError
 
-__all__ = ["proxy_for"]
-
 
 def proxy_for(url: str) -> str | None:
     """Return the URL of the proxy to reach a URL through; None: connect to it directly.

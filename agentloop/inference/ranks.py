@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["DataParallelRank", "LoadReport"]
-
 
 class DataParallelRank(NamedTuple):
     """A data-parallel rank of a server, which has a KV cache of its own."""

@@ -31,8 +31,6 @@ from agentloop.inference.scheduling.health import Health, ServerState
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.sglang.client import ServerInfo, SGLangServer
 
-__all__ = ["OnReport", "Replica", "Replicas", "ServerView"]
-
 log = logging.getLogger(__name__)
 
 OnReport = Callable[[float, int, float], object]

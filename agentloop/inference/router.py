@@ -36,28 +36,22 @@ from agentloop.errors import (
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replica, Replicas, ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
-from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate, rollout_of
+from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import KVPolicy
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
-from agentloop.inference.scheduling.placement import (
-    Decision,
-    PlacementPolicy,
-    PlacementRequest,
-)
-from agentloop.inference.scheduling.wait_queue import STARVATION_THRESHOLD_S, Waiting, WaitQueue
+from agentloop.inference.scheduling.placement import Decision, PlacementRequest
+from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.frames import OnChunk
 from agentloop.inference.turns import Generation, OngoingTurn, TurnStream
-
-__all__ = ["Router", "RouterSettings"]
+from agentloop.trajectory import rollout_of
 
 explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO; off by default
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered
 _MAX_WAITING = 65_536  # requests; further ones are refused
 _RESERVE_TOKENS = 256  # of KV cache for a turn, until enough turns have ended to predict its length
-_LIMITS = AdmissionLimits()
 _CLOSED = "the runtime is shutting down"
 
 
@@ -116,17 +110,14 @@ class Router:
         settings: RouterSettings,
         *,
         longest: int,
-        limits: AdmissionLimits = _LIMITS,
-        make_policy: Callable[[KVLedger], PlacementPolicy] = KVPolicy,
         reserve_tokens: int = _RESERVE_TOKENS,
-        starvation_threshold_s: float = STARVATION_THRESHOLD_S,
     ) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=reserve_tokens))
-        self._policy = make_policy(self._ledger)
-        self._queue: WaitQueue[_Request] = WaitQueue(starvation_threshold_s=starvation_threshold_s)
+        self._policy = KVPolicy(self._ledger)
+        self._queue: WaitQueue[_Request] = WaitQueue()
         self.gate = GroupGate(
-            Admission(limits, Forecast(longest=longest)),
+            Admission(AdmissionLimits(), Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
         )
         self.replicas = Replicas(
@@ -228,8 +219,7 @@ class Router:
                 self.forget_group(group.name)
 
     def forget_group(self, name: str) -> None:
-        """Release the queue position and the assigned server of a group that has ended."""
-        self._policy.forget(name)
+        """Release the queue position of a group that has ended."""
         self._orders.pop(name, None)
 
     # --- turns ----------------------------------------------------------------------------------
@@ -289,7 +279,6 @@ class Router:
         """
         self._ledger.forget(key)
         self.gate.end_conversation(key, is_complete=is_complete)
-        self._policy.forget(key)
         self._orders.pop(key, None)
 
     def _check(self, generation: Generation, vocab_size: int) -> None:

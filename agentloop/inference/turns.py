@@ -21,8 +21,6 @@ from agentloop.inference.sglang.frames import Chunk, OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import TurnEnd, VersionSpan
 
-__all__ = ["Generation", "OngoingTurn", "TurnStream"]
-
 _STATELESS = {"logit_bias"}  # parameters that do not depend on what was sampled before
 
 

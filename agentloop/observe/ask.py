@@ -12,8 +12,6 @@ from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError, RequestError
 from agentloop.events import Emit, Event, RolloutStarted
 
-__all__ = ["Ask", "asking"]
-
 _MAX_OPEN = 64
 _START_S = 30.0
 

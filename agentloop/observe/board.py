@@ -39,8 +39,10 @@ from agentloop.events import (
 from agentloop.observe.bottleneck import CallTimes, Part, RecentTime, Spent
 from agentloop.observe.frames import (
     BoardFrame,
+    GroupDetails,
     GroupSummary,
     Lane,
+    MemberSummary,
     RolloutState,
     RolloutSummary,
     ToolsSummary,
@@ -51,8 +53,6 @@ from agentloop.observe.in_flight import InFlight
 from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd, rollout_of
-
-__all__ = ["Board", "GroupRow", "Row"]
 
 _PARTS: Mapping[Lane, Part] = {
     "wait": Part.KV,
@@ -115,6 +115,29 @@ class Row:
         if self.question:
             row["question"] = self.question
         return row
+
+    def to_member(self, *, is_chosen: bool) -> MemberSummary:
+        """Return the row of its group; `is_chosen`: rollouts of the group were selected."""
+        return {
+            "id": self.id,
+            "state": self.state,
+            "stop": self.stop,
+            "tokens": self.tokens,
+            "calls": self.calls,
+            "failed_calls": self.failed_calls,
+            "turns": self.turn,
+            "reward": self.reward,
+            "answer": self.answer,
+            "reason": self.reason,
+            "advantage": self.advantage,
+            "dropped": self.dropped,
+            "kept": self.advantage is not None if is_chosen else None,
+        }
+
+    def verdict(self) -> dict[str, object]:
+        """Return what the page shows of an opened rollout beside its record."""
+        names = ("group", "state", "reward", "answer", "reason", "advantage", "dropped")
+        return {**{name: getattr(self, name) for name in names}, "stop_reason": self.stop}
 
 
 @dataclass(slots=True)
@@ -255,10 +278,10 @@ class Board:
 
     def _start(self, record: Trajectory, group: str) -> None:
         now_ms = self.ms()
-        row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
+        row = Row(record, record.id, group, now_ms, lanes=[(_first_lane(record), now_ms)])
         if group not in self.groups:
             row.question = first_words(self.question_of(record))
-        self._recent.enter(row.id, Part.KV, self._clock(), ())
+        self._recent.enter(row.id, _PARTS[_first_lane(record)], self._clock(), ())
         self.rows[record.id] = row
         self._ended.pop(record.id, None)
         self._removed.pop(record.id, None)  # it was started again, so readers must keep it
@@ -270,7 +293,7 @@ class Board:
         match event:
             case TurnStarted(turn=turn):
                 row.turn = turn + 1
-                self._enter(row, "wait")
+                self._enter(row, "wait" if row.record is None else _first_lane(row.record))
             case TurnPlaced(server=server):
                 row.server = server
                 self._enter(row, "prefill")
@@ -327,7 +350,9 @@ class Board:
                     row.lanes.append(("siblings", row.end))
                 end = self._clock()
                 self._recent.add(Part.REWARD, end - event.seconds, end)
-                row.lanes.append(("reward", max(now_ms - round(1000 * event.seconds), row.end)))
+                scoring_ms = max(now_ms - round(1000 * event.seconds), row.end)
+                if scoring_ms < now_ms:
+                    row.lanes.append(("reward", scoring_ms))
                 row.end = now_ms
                 self._trim(row)
 
@@ -475,6 +500,18 @@ class Board:
             summary["ran_ms"] = _percentiles([took - queued for took, queued in self._latencies])
         return summary
 
+    def group_details(self, name: str) -> GroupDetails | None:
+        """Return a group with the rollouts that are still known; None: it is not known itself."""
+        group = self.groups.get(name)
+        if group is None:
+            return None
+        members = [row for key in group.members if (row := self.rows.get(key)) is not None]
+        return {
+            **group.to_row(),
+            "prompt": group.question,
+            "rollouts": [row.to_member(is_chosen=group.kept is not None) for row in members],
+        }
+
     def cached_fraction(self, server: str) -> float | None:
         """Return the share of recent prompt tokens that were in a server's cache."""
         last = self._cached.get(server)
@@ -525,6 +562,11 @@ class Board:
         for start in range(0, len(keys), max_rows):
             rows = (self.rows.get(key) for key in keys[start : start + max_rows])
             yield {"rollouts": [row.to_row() for row in rows if row is not None]}
+
+
+def _first_lane(record: Trajectory) -> Lane:
+    """Return what a turn does first: only our own servers, which know its ids, let it wait."""
+    return "wait" if record.prompt_ids else "decode"
 
 
 def _calls_of(row: Row) -> list[CallTimes]:

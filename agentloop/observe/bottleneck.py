@@ -17,16 +17,7 @@ from enum import StrEnum
 
 from agentloop.trajectory import union_s
 
-__all__ = [
-    "CallTimes",
-    "Part",
-    "RecentTime",
-    "ServedOn",
-    "Spent",
-    "served_on",
-    "split_tool_time",
-]
-
+_WINDOW_S = 60  # of `RecentTime`
 _MIN_SHARE = 0.05  # of the window; a smaller part is no bottleneck
 
 CallTimes = tuple[float, float, float]
@@ -58,6 +49,7 @@ class ServedOn(StrEnum):
     CPU = "cpu"  # of this machine: further servers would share its cores
     GPU = "gpu"
     ATTACHED = "attached"  # somebody else started them, with settings that we do not have
+    ENDPOINT = "endpoint"  # a service that samples whole messages
     UNKNOWN = "unknown"  # of a run that is on disk: it does not say whether there was a GPU
 
 
@@ -92,8 +84,8 @@ _WORDS: dict[Part, tuple[str, str | None]] = {
 _OR_SHORTER = " or lower budget.max_response_tokens"  # where a turn has reached it
 _ON_CPU = {
     Part.KV: "raise server.max_total_tokens",
-    Part.PREFILL: "use a smaller model or shorter prompts; raise server.threads if cores are idle",
-    Part.DECODE: f"use a smaller model{_OR_SHORTER}; raise server.threads if cores are idle",
+    Part.PREFILL: "use a smaller model or shorter prompts",
+    Part.DECODE: f"use a smaller model{_OR_SHORTER}",
 }
 _ON_GPU = {
     Part.KV: "raise server.count or server.max_total_tokens",
@@ -104,6 +96,7 @@ _BY_HARDWARE: dict[ServedOn, dict[Part, str]] = {
     ServedOn.CPU: _ON_CPU,
     ServedOn.GPU: _ON_GPU,
     ServedOn.ATTACHED: dict.fromkeys(_BY_TURN, "add one to `servers`"),
+    ServedOn.ENDPOINT: dict.fromkeys(_BY_TURN, "raise endpoint.max_concurrent if it has room"),
     ServedOn.UNKNOWN: {
         part: f"on a CPU {_ON_CPU[part]}; on GPUs {_ON_GPU[part]}" for part in _BY_TURN
     },
@@ -223,9 +216,8 @@ def split_tool_time(
 class RecentTime:
     """The time of the last minute by part, in buckets of a second. Times are of one clock."""
 
-    def __init__(self, start: float, window_s: int = 60) -> None:
+    def __init__(self, start: float) -> None:
         self._start = start
-        self._window_s = window_s
         self._buckets: dict[int, Spent] = {}
         self._open: dict[str, tuple[Part, float]] = {}  # what rollouts are at, and since when
         self._busy_since = start
@@ -271,7 +263,7 @@ class RecentTime:
             self._add_rollouts(open_, part, since, now_s, (), queued_share)
         if self._open:
             self._spread(open_, self._busy_since, now_s, None)
-        first = int(now_s) - self._window_s + 1
+        first = int(now_s) - _WINDOW_S + 1
         total = Spent(window_s=max(0.0, now_s - max(first, self._start)))
         for second, bucket in (*self._buckets.items(), *open_.items()):
             if second >= first:
@@ -307,7 +299,7 @@ class RecentTime:
         Args:
             part: part of the time; None: there was a rollout in flight.
         """
-        start = max(start, end - self._window_s, self._start)
+        start = max(start, end - _WINDOW_S, self._start)
         while start < end:  # the clock may have gone backwards
             until = min(end, math.floor(start) + 1.0)
             bucket = buckets.setdefault(int(start), Spent())
@@ -319,5 +311,5 @@ class RecentTime:
         self._forget(end)
 
     def _forget(self, now_s: float) -> None:
-        while self._buckets and (first := next(iter(self._buckets))) <= now_s - self._window_s - 1:
+        while self._buckets and (first := next(iter(self._buckets))) <= now_s - _WINDOW_S - 1:
             del self._buckets[first]

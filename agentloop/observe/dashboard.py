@@ -7,7 +7,7 @@ events ──> emit ──┬─> board, stalls ──> live ──> page      /
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
@@ -25,8 +25,6 @@ from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Control, Page
 from agentloop.observe.stalls import Stalls
 
-__all__ = ["Dashboard", "Exporter"]
-
 
 class Exporter(Protocol):
     """A reader of events that may drop some: `Traces`, `EventLog` or `Sinks`."""
@@ -34,9 +32,7 @@ class Exporter(Protocol):
     def on_event(self, event: Event) -> None: ...
 
     @property
-    def num_dropped(self) -> int | Mapping[str, int]:
-        """Number of dropped items, or the numbers by target."""
-        ...
+    def num_dropped(self) -> int: ...
 
 
 class Dashboard:
@@ -85,7 +81,7 @@ class Dashboard:
     ) -> AsyncIterator[None]:
         """Pass events to an exporter, and count what it drops in the metrics."""
         async with opened as exporter:
-            self._num_dropped[name] = lambda: _total(exporter.num_dropped)
+            self._num_dropped[name] = lambda: exporter.num_dropped
             self.emit.add(exporter.on_event)
             try:
                 yield
@@ -126,7 +122,3 @@ class Dashboard:
         """Handle `GET /metrics`, in Prometheus's format."""
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=self._metrics.render(), headers=headers)
-
-
-def _total(num_dropped: int | Mapping[str, int]) -> int:
-    return num_dropped if isinstance(num_dropped, int) else sum(num_dropped.values())

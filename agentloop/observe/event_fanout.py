@@ -6,8 +6,6 @@ import logging
 
 from agentloop.events import Emit, Event
 
-__all__ = ["EventFanout"]
-
 log = logging.getLogger(__name__)
 
 

@@ -8,21 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
-__all__ = [
-    "BoardFrame",
-    "GroupDetails",
-    "GroupSummary",
-    "HistoryPoint",
-    "Lane",
-    "MemberSummary",
-    "RemovedRows",
-    "RolloutState",
-    "RolloutSummary",
-    "ToolsSummary",
-    "WrongAnswer",
-    "first_words",
-]
-
 _MAX_CHARS = 160  # of a question or an answer in a row
 
 Lane = Literal["wait", "prefill", "decode", "tool", "client", "siblings", "reward"]

@@ -11,8 +11,6 @@ from agentloop.events import (
     TurnStarted,
 )
 
-__all__ = ["InFlight"]
-
 
 class InFlight:
     """Counts the rollouts in flight.

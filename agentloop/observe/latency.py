@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TypedDict
 
-__all__ = ["Duration", "LatencyShown", "RecentDurations", "nearest_rank", "of_turn", "summary_of"]
-
 _WINDOW_S = 60.0
 _MAX_KEPT = 2_000  # durations of a kind; sorting them takes less than a millisecond
 

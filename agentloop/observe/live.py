@@ -27,22 +27,19 @@ from agentloop.aio import Signal
 from agentloop.errors import NotThere
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.replicas import ServerView
-from agentloop.observe.board import Board, Row
+from agentloop.observe.board import Board
 from agentloop.observe.bottleneck import ServedOn, served_on
-from agentloop.observe.frames import BoardFrame, GroupDetails, HistoryPoint, MemberSummary
+from agentloop.observe.frames import BoardFrame, GroupDetails, HistoryPoint
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
 from agentloop.plain_json import JsonObject, dumps, loads, number_of
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Live", "Sources", "served_here"]
-
 log = logging.getLogger(__name__)
 
 _EVERY_S = 0.5
 _DELTA_EVERY_S = 0.1
-_KEEP_ALIVE_S = 15.0
 _MAX_FRAMES = 64
 _MAX_ROWS = 500  # in one frame, which takes some milliseconds of the event loop
 _MAX_WAITS = 50
@@ -165,7 +162,7 @@ class Live:
                 await self._all_left.wait()
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """Yield pairs of id and frame until the end; an empty frame is a keep-alive.
+        """Yield pairs of id and frame until the end.
 
         Args:
             last_id: Id of the last frame that the reader received on an earlier connection.
@@ -195,10 +192,7 @@ class Live:
                 if self._ended is not None and rev >= self._ended_rev:
                     return
                 if self._rev == rev:
-                    with anyio.move_on_after(_KEEP_ALIVE_S) as late:
-                        await self._ticked.wait()
-                    if late.cancelled_caught:
-                        yield "", b""
+                    await self._ticked.wait()  # no deadline: until the next tick, or it leaves
         finally:
             self.num_readers -= 1
             if self._ended is not None and not self.num_readers:
@@ -218,7 +212,7 @@ class Live:
     async def rollout(self, key: str) -> Mapping[str, object]:
         row = self.board.rows.get(key)
         if row is not None and row.record is not None:
-            reader = RecordReader(row.record, self.sources.chat(), lambda: _verdict(row))
+            reader = RecordReader(row.record, self.sources.chat(), row.verdict)
             return await anyio.to_thread.run_sync(reader.whole)
         rollout = None
         if self.sources.read_rollout is not None:
@@ -232,19 +226,14 @@ class Live:
         if row is None or row.record is None:
             yield "end", await self.rollout(key)
             return
-        reader = RecordReader(row.record, self.sources.chat(), lambda: _verdict(row))
+        reader = RecordReader(row.record, self.sources.chat(), row.verdict)
         yield "trajectory", await anyio.to_thread.run_sync(reader.whole)
-        since_s = time.monotonic()
         # Stop if a new rollout with the same id replaces this one.
         while row.state == "live" and self.board.rows.get(key) is row:
             await anyio.sleep(_DELTA_EVERY_S)
             delta = await anyio.to_thread.run_sync(reader.delta)
             if delta is not None:
-                since_s = time.monotonic()
                 yield "delta", delta
-            elif time.monotonic() - since_s > _KEEP_ALIVE_S:
-                since_s = time.monotonic()
-                yield "", {}
         yield "end", await anyio.to_thread.run_sync(reader.whole)
 
     async def group(self, name: str) -> GroupDetails:
@@ -255,14 +244,9 @@ class Live:
             stored = await self.sources.read_group(name)
             if stored is not None:
                 return stored
-        if group is None:
+        if (details := self.board.group_details(name)) is None:
             raise NotThere(f"group {name!r}: not found (only the newest groups are kept)")
-        members = [row for key in group.members if (row := rows.get(key)) is not None]
-        return {
-            **group.to_row(),
-            "prompt": group.question,
-            "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],
-        }
+        return details
 
     async def runs(self) -> Sequence[Mapping[str, object]]:
         if self.sources.folder is None:
@@ -400,26 +384,3 @@ def _queued_share(sandbox: Mapping[str, object]) -> float:
     """Return how many of the calls in the sandbox wait for a slot, of all that are there."""
     waiting, busy = (number_of(sandbox.get(name)) or 0 for name in ("waiting", "busy"))
     return waiting / (waiting + busy) if waiting else 0.0
-
-
-def _verdict(row: Row) -> dict[str, object]:
-    names = ("group", "state", "reward", "answer", "reason", "advantage", "dropped")
-    return {**{name: getattr(row, name) for name in names}, "stop_reason": row.stop}
-
-
-def _member(row: Row, *, is_chosen: bool) -> MemberSummary:
-    return {
-        "id": row.id,
-        "state": row.state,
-        "stop": row.stop,
-        "tokens": row.tokens,
-        "calls": row.calls,
-        "failed_calls": row.failed_calls,
-        "turns": row.turn,
-        "reward": row.reward,
-        "answer": row.answer,
-        "reason": row.reason,
-        "advantage": row.advantage,
-        "dropped": row.dropped,
-        "kept": row.advantage is not None if is_chosen else None,
-    }

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from agentloop.plain_json import dumps
 
-__all__ = ["one_file"]
-
 _WEB = Path(__file__).with_name("web")
 _STYLE = re.compile(r'<link rel="stylesheet" href="page/([^"]+)">')
 _SCRIPT = re.compile(r'<script( defer)? src="page/([^"]+)"></script>\n?')

@@ -15,19 +15,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
-import orjson
 from aiohttp import web
 
+from agentloop.api.http import EventStream, read_body
+from agentloop.api.requests import load_object
 from agentloop.errors import AgentLoopError, NotThere, RequestError
 from agentloop.observe.perfetto import trace_of
-from agentloop.plain_json import JsonObject, dumps
-
-__all__ = ["Control", "Page", "PageData"]
+from agentloop.plain_json import dumps
 
 _WEB = Path(__file__).resolve().with_name("web")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -51,7 +50,7 @@ class PageData(Protocol):
     def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         """Yield ids and encoded frames, the first of which replaces everything.
 
-        An empty frame is a keep-alive. A reader that reconnects passes the id of its last frame.
+        A reader that reconnects passes the id of its last frame.
         """
         ...
 
@@ -64,10 +63,7 @@ class PageData(Protocol):
         ...
 
     def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, Mapping[str, object]]]:
-        """Yield names and data: "trajectory", then "delta" as it grows, then "end".
-
-        A keep-alive has an empty name.
-        """
+        """Yield names and data: "trajectory", then "delta" as it grows, then "end"."""
         ...
 
     async def group(self, name: str) -> Mapping[str, object]:
@@ -157,35 +153,48 @@ class Page:
         return await anyio.to_thread.run_sync(trace_of, await self._data.frame())
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        last_id = request.headers.get("Last-Event-ID")
-        async with (
-            aclosing(self._data.frames(last_id)) as frames,
-            self._event_stream(request) as response,
-        ):
-            with suppress(ConnectionResetError):  # the reader has left
-                async for frame_id, data in frames:  # no deadline: ends when the reader leaves
-                    if not data:
-                        await self._write(request, response, b":\n\n")
-                        continue
-                    name = f"id: {frame_id}\n" if frame_id else ""
-                    head = f"{name}event: frame\ndata: ".encode()
-                    await self._write(request, response, head + data + b"\n\n")
-            return response
+        async with aclosing(self._data.frames(request.headers.get("Last-Event-ID"))) as frames:
+            return await self._send_events(
+                request, (_event("frame", data, frame_id) async for frame_id, data in frames)
+            )
 
     async def _rollout_stream(self, request: web.Request) -> web.StreamResponse:
         async with aclosing(self._data.rollout_events(request.match_info["id"])) as events:
-            first = await anext(events)  # no deadline: it is immediate; raises NotThere
-            async with self._event_stream(request) as response:
-                with suppress(ConnectionResetError):  # the reader has left
-                    await self._event(request, response, *first)
-                    async for name, data in events:  # no deadline: the rollout has one
-                        await self._event(request, response, name, data)
-            return response
+            name, data = await anext(events)  # no deadline: it is immediate; raises NotThere
+
+            async def encoded() -> AsyncIterator[bytes]:
+                yield _event(name, await anyio.to_thread.run_sync(dumps, data))
+                async for later, delta in events:  # no deadline: the rollout has one
+                    yield _event(later, await anyio.to_thread.run_sync(dumps, delta))
+
+            return await self._send_events(request, encoded())
+
+    async def _send_events(
+        self, request: web.Request, events: AsyncIterator[bytes]
+    ) -> web.StreamResponse:
+        """Send events until they end, the reader leaves, or it stops reading."""
+        stream, transport = EventStream(request, timeout_s=self._io_timeout_s), request.transport
+        if transport is not None:  # otherwise the reader has left
+            self._streaming.add(transport)
+        try:
+            with suppress(ConnectionResetError):
+                async with stream.alive():
+                    async for event in events:  # no deadline: ends when the reader leaves
+                        await stream.send(event)  # no deadline: it has one
+        finally:
+            if transport is not None:
+                self._streaming.discard(transport)
+        return stream.response
+
+    async def _end_streams(self, app: web.Application) -> None:
+        """Close streams at shutdown; otherwise it would wait for them, since they never end."""
+        for transport in self._streaming:
+            transport.abort()
 
     # --- actions ----------------------------------------------------------------------------------
 
     async def _post_question(self, request: web.Request) -> Mapping[str, object]:
-        question = (await _body(request, self._io_timeout_s)).get("question")
+        question = load_object(await read_body(request, self._io_timeout_s)).get("question")
         if self._ask is None:
             raise RequestError("questions are not available here")
         if not isinstance(question, str) or not question.strip():
@@ -199,7 +208,7 @@ class Page:
         if not secrets.compare_digest(token, self.control_token.encode()):
             text = "the control token is missing or wrong; it was printed at startup"
             raise web.HTTPForbidden(text=text)
-        body = await _body(request, self._io_timeout_s)
+        body = load_object(await read_body(request, self._io_timeout_s))
         action, rollout = body.get("do"), body.get("rollout")
         actions = [] if self._control is None else self._control.actions
         if self._control is None or not isinstance(action, str) or action not in actions:
@@ -208,50 +217,6 @@ class Page:
         if rollout is not None and not isinstance(rollout, str):
             raise RequestError("rollout: expected an id")
         return {"done": await self._control.perform(action, rollout)}
-
-    # --- streams ----------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _event_stream(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        transport = request.transport
-        if transport is None:  # the reader has left
-            yield response
-            return
-        self._streaming.add(transport)
-        try:
-            yield response
-        finally:
-            self._streaming.discard(transport)
-
-    async def _end_streams(self, app: web.Application) -> None:
-        """Close streams at shutdown; otherwise it would wait for them, since they never end."""
-        for transport in self._streaming:
-            transport.abort()
-
-    async def _event(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        name: str,
-        data: Mapping[str, object],
-    ) -> None:
-        if not name:
-            await self._write(request, response, b":\n\n")
-            return
-        encoded = await anyio.to_thread.run_sync(dumps, data)
-        await self._write(request, response, f"event: {name}\ndata: ".encode() + encoded + b"\n\n")
-
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        try:
-            with anyio.fail_after(self._io_timeout_s):
-                await response.write(data)
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()  # close() would wait for the reader
-            raise ConnectionResetError("the reader has stopped reading") from None
 
 
 def _as_json(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -275,21 +240,10 @@ def _as_json(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamRe
     return handle
 
 
-async def _body(request: web.Request, timeout_s: float) -> JsonObject:
-    try:
-        with anyio.fail_after(timeout_s):
-            data = await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
-    except web.RequestPayloadError:
-        raise web.HTTPBadRequest(text="the body does not match its Content-Encoding") from None
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    return body
+def _event(name: str, data: bytes, id: str = "") -> bytes:
+    """Return one event of a stream; with an id, a reader can resume from there."""
+    line = f"id: {id}\n" if id else ""
+    return f"{line}event: {name}\ndata: ".encode() + data + b"\n\n"
 
 
 async def _static(request: web.Request) -> web.StreamResponse:

@@ -13,8 +13,6 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from agentloop.observe.frames import RolloutSummary
 
-__all__ = ["TraceEvent", "TraceFile", "trace_of"]
-
 _WORDS = {
     "wait": "waiting for KV capacity",
     "client": "waiting for client",

@@ -15,8 +15,6 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.text_stream import TextStream
 from agentloop.trajectory import Message, Trajectory, Turn
 
-__all__ = ["RecordReader"]
-
 _TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
 _COPIED = ("cached_tokens", "started_s", "placed_s", "first_token_s", "generated_s", "ended_s")
 

@@ -13,20 +13,20 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
 
 import anyio
 import anyio.to_thread
 
+from agentloop.agent.sessions.tree import Branch
 from agentloop.aio import Signal, task_group
 from agentloop.errors import message_of
 from agentloop.events import Event
 from agentloop.observe.exporters.drop_counter import DropCounter
+from agentloop.rollouts.record import ConversationRow
 from agentloop.trajectory import Trajectory
-
-__all__ = ["GroupFolder", "RecordedBranch", "Recorder"]
 
 _MAX_WAITING_TOKENS = 4_000_000  # some 300 MB
 _MAX_WAITING_GROUPS = 65_536
@@ -45,36 +45,12 @@ class GroupFolder(Protocol):
         ...
 
 
-class RecordedBranch(Protocol):
-    """A branch of a session: its trajectory, why it is one, what it continues, its question."""
-
-    @property
-    def record(self) -> Trajectory: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def parent(self) -> str | None: ...
-
-    @property
-    def question(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Rollout:
-    record: Trajectory
-    question: str
-    reason: str = ""
-    parent: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Group:
     name: str
     model: str
     is_session: bool
-    rollouts: Sequence[_Rollout]
+    rollouts: Sequence[Branch]
     num_tokens: int
 
 
@@ -149,19 +125,15 @@ class Recorder:
             question: the user's last message; empty: the last one of the prompt.
         """
         if rollouts:
-            recorded = [_Rollout(rollout, question) for rollout in rollouts]
+            recorded = [Branch(rollout, question=question) for rollout in rollouts]
             self._add(rollouts[0].id, recorded, is_session=False)
 
-    def add_session(self, name: str, branches: Sequence[RecordedBranch]) -> None:
+    def add_session(self, name: str, branches: Sequence[Branch]) -> None:
         """Record the branches of a session that was closed."""
-        rollouts = [
-            _Rollout(branch.record, branch.question, branch.reason, branch.parent)
-            for branch in branches
-            if branch.record.turns
-        ]
-        self._add(name, rollouts, is_session=True)
+        sampled = [branch for branch in branches if branch.record.turns]
+        self._add(name, sampled, is_session=True)
 
-    def _add(self, name: str, rollouts: Sequence[_Rollout], *, is_session: bool) -> None:
+    def _add(self, name: str, rollouts: Sequence[Branch], *, is_session: bool) -> None:
         if self._folder is None or not rollouts:
             return
         records = [rollout.record for rollout in rollouts]
@@ -224,27 +196,21 @@ class Recorder:
         name = f"{number}-{group.name}"
         ids = {member.record.id: f"{name}.{i}" for i, member in enumerate(group.rollouts)}
         question = rollout.question or self._question_of(record.prompt_ids)
+        conversation = ConversationRow(
+            rollout=index,
+            answer=record.answer or None,
+            trajectory=replace(record, id=ids[record.id]),
+        )
         return {
             "group": number,
-            "task": "",  # of a training set, as far as scoring finds it there
             "title": _title(question),
-            "truth": None,
             "question": question,
-            "rollout": index,
-            "agent": "",
             "model": group.model,
             "session": group.name if group.is_session else None,
             "served_id": record.id,
             "branch": rollout.reason,
             "parent": None if rollout.parent is None else ids.get(rollout.parent),
-            "reward": None,
-            "parts": {},
-            "answer": record.answer or None,
-            "reason": "",
-            "advantage": None,
-            "credit": None,
-            "dropped": None,
-            "trajectory": {**record.to_dict(), "id": ids[record.id]},
+            **conversation.to_dict(),
         }
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from agentloop.errors import NotThere
 from agentloop.plain_json import loads, read_rows
 
-__all__ = ["curves", "of_start", "origin_of", "read_metrics", "runs_beside", "start_metrics"]
-
 _MAX_RUNS = 100
 _MAX_ROWS = 5_000
 _MAX_COMMANDS = 20

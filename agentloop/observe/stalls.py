@@ -32,8 +32,6 @@ from agentloop.events import (
     WeightsLoaded,
 )
 
-__all__ = ["Stalls", "Wait"]
-
 _MAX_LOGGED = 50  # waits in one log message
 
 

@@ -14,8 +14,6 @@ from agentloop.events import (
 )
 from agentloop.observe.in_flight import InFlight
 
-__all__ = ["Throughput"]
-
 
 class Throughput:
     """Counts what has happened since the last line."""

@@ -25,17 +25,6 @@ from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError
 from agentloop.observe.stalls import Stalls
 
-__all__ = [
-    "FOR_SERVICES",
-    "Heartbeat",
-    "NoProgress",
-    "Progress",
-    "RunWatch",
-    "WatchdogSettings",
-    "watch_lag",
-    "watching",
-]
-
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]

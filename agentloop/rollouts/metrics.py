@@ -13,21 +13,6 @@ from agentloop.plain_json import JsonObject
 from agentloop.rollouts.record import RolloutGroup, RolloutRecord
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
-__all__ = [
-    "GroupFigures",
-    "RaisedErrors",
-    "RolloutFigures",
-    "RolloutMetrics",
-    "about",
-    "about_each",
-    "mean",
-    "mean_parts",
-    "mean_recorded",
-    "percent",
-    "rewards_of_each",
-]
-
-
 _MIN_CALLS = 10  # of a tool, before anything is said of it
 _OURS = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)

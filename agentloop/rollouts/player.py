@@ -65,15 +65,6 @@ from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import Player, Sibling
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = [
-    "AgentPlayer",
-    "EnvironmentPlayer",
-    "EnvironmentSibling",
-    "endpoint_player_of",
-    "environment_player",
-    "player_of",
-]
-
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT = StopReason.ENVIRONMENT

@@ -14,15 +14,6 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = [
-    "AgentRecord",
-    "ConversationRow",
-    "NoReward",
-    "RolloutGroup",
-    "RolloutRecord",
-    "TokenCredit",
-]
-
 
 class NoReward(StrEnum):
     """The reason why a rollout has no reward."""
@@ -203,13 +194,15 @@ class ConversationRow:
     def from_dict(cls, row: JsonObject) -> ConversationRow:
         """Rebuild a row from the output of `to_dict`; other keys are ignored.
 
+        Fields that files of earlier versions lack have their defaults.
+
         Raises:
             KeyError, TypeError, ValueError: as in `Trajectory.from_dict`.
         """
-        values = {each.name: row[each.name] for each in fields(cls)}
-        if (no_reward := row["no_reward"]) is not None:
+        values = {each.name: row[each.name] for each in fields(cls) if each.name in row}
+        if (no_reward := row.get("no_reward")) is not None:
             values["no_reward"] = NoReward(no_reward)
-        if (credit := row["credit"]) is not None:
+        if (credit := row.get("credit")) is not None:
             values["credit"] = TokenCredit(**credit)
         return cls(**{**values, "trajectory": Trajectory.from_dict(row["trajectory"])})
 

@@ -16,8 +16,6 @@ import anyio
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
 
-__all__ = ["GroupRequest", "Purpose", "WaitForCapacity"]
-
 WaitForCapacity = Callable[[int], Awaitable[None]]
 """Waits for the capacity to start a group of this many rollouts, before its task is chosen."""
 

@@ -28,8 +28,6 @@ from agentloop.rollouts.metrics import RaisedErrors
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 from agentloop.rollouts.request import GroupRequest, Purpose
 
-__all__ = ["FlawOf", "GroupRunner", "Judge", "Player", "Select", "Sibling", "play_siblings"]
-
 log = logging.getLogger(__name__)
 
 FlawOf = Callable[[RolloutRecord], "tuple[NoReward, str] | None"]

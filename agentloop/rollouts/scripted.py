@@ -31,8 +31,6 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message
 
-__all__ = ["PlayedRollout", "call", "play", "play_teacher"]
-
 _TOOL_S = 4.0  # time limit of a call of a built-in tool, as by default
 
 

@@ -33,8 +33,6 @@ from agentloop.aio import Signal, task_group
 from agentloop.errors import RequestError
 from agentloop.trajectory import Trajectory
 
-__all__ = ["FinishedGroup", "finished_groups"]
-
 T = TypeVar("T")
 
 

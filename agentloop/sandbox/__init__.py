@@ -7,7 +7,15 @@ async with Pool() as pool:
         (await session.run("x + 1")).result  # '42'
 """
 
+from agentloop.sandbox.computer import (
+    CommandResult,
+    Computer,
+    ComputerLimits,
+    ComputerShell,
+    Snapshot,
+)
 from agentloop.sandbox.errors import (
+    ComputerLost,
     LostBy,
     Overloaded,
     ProgramUnsupported,
@@ -26,6 +34,11 @@ __all__ = [
     "CallError",
     "CallResult",
     "CallStatus",
+    "CommandResult",
+    "Computer",
+    "ComputerLimits",
+    "ComputerLost",
+    "ComputerShell",
     "LostBy",
     "Overloaded",
     "Pool",
@@ -38,4 +51,5 @@ __all__ = [
     "SandboxUnavailable",
     "Session",
     "SessionLost",
+    "Snapshot",
 ]

@@ -151,6 +151,9 @@ class ContainerEngine:
         options = info["SecurityOptions"] or []
         # Its uids are few, and not the host's.
         self.remapped = any("userns" in option or "rootless" in option for option in options)
+        self.root = str(info.get("DockerRootDir") or "/")
+        # Layers hold whole files, and nothing that the kernel alone understands.
+        self.has_plain_overlay = ["Native Overlay Diff", "true"] in (info.get("DriverStatus") or [])
         self.default_runtime = info.get("DefaultRuntime") or "the engine's default"
         # Such as one that runs as a user to whom no cgroup was delegated.
         self.missing_limits = [

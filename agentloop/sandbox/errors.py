@@ -7,6 +7,7 @@ SandboxError
   ProgramUnsupported   a program cannot run in a container of its own here
   SessionLost          the process behind a session is gone, with its variables; LostBy tells
                        the cause
+  ComputerLost         a computer is gone, with its files, and not by its programs
   ProtocolError        the peer of a connection violated the framing
 """
 
@@ -56,6 +57,14 @@ class SessionLost(SandboxError):
     def __init__(self, message: str, by: LostBy = LostBy.INFRASTRUCTURE) -> None:
         super().__init__(message)
         self.by = by
+
+
+class ComputerLost(SandboxError):
+    """A computer is gone, with its files, for reasons that say nothing about what ran in it.
+
+    One that its own programs have ended, at the limit of its disk, is not lost: its commands end as
+    `killed`, and its files raise OSError.
+    """
 
 
 class ProtocolError(SandboxError):

@@ -18,8 +18,9 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import anyio
@@ -27,7 +28,11 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.backend import Backend
 from agentloop.sandbox.calls import NOT_OPEN, Calls
-from agentloop.sandbox.container import DockerBackend, docker_backend
+from agentloop.sandbox.computer import Computer, ComputerLimits, Snapshot
+from agentloop.sandbox.computer.computer import open_computer
+from agentloop.sandbox.computer.fleet import Fleet, open_fleet
+from agentloop.sandbox.computer.machine import ComputerSpec
+from agentloop.sandbox.container import ContainerEngine, DockerBackend, docker_backend
 from agentloop.sandbox.errors import (
     NoEngine,
     Overloaded,
@@ -83,6 +88,8 @@ class Pool:
         self._num_unlogged = 0
         self._backends: list[Backend]
         self._group: TaskGroup
+        self._fleet: Fleet | None = None
+        self._fleet_lock = anyio.Lock()
         self._stack = AsyncExitStack()
 
     # -- life -------------------------------------------------------------------------------
@@ -327,21 +334,112 @@ class Pool:
             SandboxUnavailable: the engine failed.
             RuntimeError: the pool is not open.
         """
+        engine = self._container_engine("a program")
+        return await run_in_container(engine, self.settings, program, timeout_s)
+
+    @asynccontextmanager
+    async def computer(
+        self,
+        image: str = "",
+        *,
+        files: Mapping[str, bytes | Path] | None = None,
+        network: str = "none",
+        limits: ComputerLimits | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> AsyncIterator[Computer]:
+        """Open a computer: a root file system of its own, shells that keep their state, files.
+
+        Leaving the context ends it with all that runs in it. It takes no slot of the pool.
+
+        Args:
+            image: an image that the engine has; by default the pool's own. It needs a shell, and
+                nothing of ours.
+            files: what it begins with: bytes of a file, or a folder of this machine, by path.
+            network: a network of the engine; "none" has loopback alone.
+            limits: memory, processes, processors and disk, for all of its processes together.
+            user: `name[:group]`, or numbers; by default the image's.
+            workdir: by default the image's.
+            env: variables beside the image's.
+            snapshot: files to begin with, of a computer with the same image and limits; `image`,
+                `network` and `limits` are those of the snapshot.
+
+        Raises:
+            ProgramUnsupported: there is no engine on this machine, or it lacks the image.
+            SandboxUnavailable: the engine failed.
+            Overloaded: `max_sessions` are open, and none was closed in time.
+        """
+        fleet = await self._open_fleet()
+        spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
+        if snapshot is not None:
+            spec = snapshot.spec
+        async with open_computer(fleet, spec, user, workdir, env or {}, snapshot) as box:
+            for path, content in (files or {}).items():
+                if isinstance(content, Path):
+                    await box.put(content, path)
+                else:
+                    await box.write(path, content)
+            yield box
+
+    async def warm_computers(
+        self,
+        num: int,
+        image: str = "",
+        *,
+        network: str = "none",
+        limits: ComputerLimits | None = None,
+    ) -> None:
+        """Keep `num` computers ready from now on, and wait until they are. Raises as `computer`."""
+        fleet = await self._open_fleet()
+        spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
+        await fleet.keep_warm(spec, num)
+
+    async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
+        """Build an image from a folder with a Dockerfile, if it has not been built yet.
+
+        Returns:
+            The image's name, which follows from the folder's contents.
+
+        Raises:
+            SandboxUnavailable: a step of it failed, or the engine did.
+            OSError: the folder cannot be read.
+        """
+        fleet = await self._open_fleet()
+        return await fleet.build_image(folder, timeout_s)
+
+    async def _open_fleet(self) -> Fleet:
+        engine = self._container_engine("a computer")
+        async with self._fleet_lock:  # no deadline: the toolbox is made in a second
+            if self._fleet is None:
+                self._fleet = await self._group.start(self._run_fleet, engine)
+        return self._fleet
+
+    async def _run_fleet(
+        self, engine: ContainerEngine, *, task_status: anyio.abc.TaskStatus[Fleet]
+    ) -> None:
+        async with open_fleet(engine, self.settings) as fleet:
+            task_status.started(fleet)
+            await anyio.sleep_forever()
+
+    def _container_engine(self, what: str) -> ContainerEngine:
+        """Return the engine on this machine. Raises ProgramUnsupported, RuntimeError."""
         if not self._calls.is_open:
             raise RuntimeError(NOT_OPEN)
         backend = next((item for item in self._backends if isinstance(item, DockerBackend)), None)
         if backend is None:
             raise ProgramUnsupported(
-                "a program runs in a container of its own, and calls do not run in containers "
-                "here: it needs a Docker Engine on this machine that this user may use"
+                f"{what} has a container of its own, and calls do not run in containers here: it "
+                "needs a Docker Engine on this machine that this user may use"
             )
         if backend.local_engine is None:
             raise ProgramUnsupported(
-                "a program reaches the model over a socket of this machine, so its engine must be "
-                f"on this machine: {', '.join(self.settings.engines)} cannot mount it. Name a "
-                "local one, unix:///path, among `engines`"
+                f"{what} is reached over a socket of this machine, so its engine must be on "
+                f"this machine: {', '.join(self.settings.engines)} cannot mount it. Name a local "
+                "one, unix:///path, among `engines`"
             )
-        return await run_in_container(backend.local_engine, self.settings, program, timeout_s)
+        return backend.local_engine
 
     def stats(self) -> dict[str, Any]:
         """Return the state of the pool as plain data, for a status page."""

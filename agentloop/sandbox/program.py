@@ -193,7 +193,7 @@ async def run_in_container(
     image = program.image or engine.image
     output = ProgramOutput(program.max_output_bytes)
     try:
-        image_config = await _inspect(engine.docker, image)
+        image_config = await inspect_image(engine.docker, image)
         config = program_config(program, settings, image, image_config)
         id = f"{os.getpid()}-{_token}-{next(_numbers)}"
         async with (
@@ -213,7 +213,7 @@ async def run_in_container(
     return program_end(exit_status, limit, output, anyio.current_time() - began)
 
 
-async def _inspect(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
+async def inspect_image(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
     """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
     try:
         with anyio.fail_after(CREATE_TIMEOUT_S):

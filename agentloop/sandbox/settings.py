@@ -100,8 +100,8 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     max_sessions: Annotated[int, Field(ge=0)] = Field(
         default=64,
-        description="Number of open notebook sessions. Each has a container of its own, beside "
-        "those for calls; an idle one only costs memory.",
+        description="Number of open notebook sessions, and of open computers. Each has a container "
+        "of its own, beside those for calls; an idle one only costs memory.",
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=4.0, description="Wall time limit of a call that does not set its own."

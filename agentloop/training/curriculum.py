@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from random import Random
 
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.training.credit.grpo import are_equal
 
 __all__ = [
     "BY_SOLVE_RATE",
@@ -103,7 +104,7 @@ class GroupOutcome:
         values = [reward for reward in rewards if reward is not None]
         if not values:
             return None
-        return cls(sum(value > 0 for value in values), len(values), min(values) == max(values))
+        return cls(sum(value > 0 for value in values), len(values), are_equal(values))
 
     @property
     def is_solved(self) -> bool:

@@ -400,11 +400,13 @@ def test_errors_name_the_item_of_a_list(override: str, message: str) -> None:
         load_settings(WithItems, overrides=[override])
 
 
-def test_older_run_may_name_a_removed_setting(tmp_path: Path) -> None:
+def test_older_run_may_name_removed_settings(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text('[weights]\npause = "retract"\n')
+    config.write_text('[weights]\npause = "retract"\n[ranks]\nport = 29500\n')
     assert load_settings(TrainSettings, [config]) == load_settings(TrainSettings)
     assert load_settings(TrainSettings, base=load_known(TrainSettings, config)) == TrainSettings()
     config.write_text('[weights]\npause = "in_place"\n')
     with pytest.raises(SettingsError, match=r"'weights\.pause' was removed and is now always"):
         load_settings(TrainSettings, [config])
+    with pytest.raises(SettingsError, match=r"'ranks\.port' was removed$"):
+        load_settings(TrainSettings, overrides=["ranks.port=29500"])

@@ -169,19 +169,22 @@ def test_only_what_is_required_is_said_to_be(
 
 
 def test_an_interrupt_while_a_command_is_imported_is_no_error(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("agentloop.__main__.import_module", interrupt)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["serve"]) == 130
+    assert capsys.readouterr().err == "Loading agentloop serve"
 
 
-def test_help_is_quick_and_loads_nothing() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash", "--", "se"]])
+def test_help_and_completion_load_nothing(arguments: list[str]) -> None:
     program = (
-        "import sys; from agentloop.__main__ import main; main(['--help']);"
-        "sys.exit(any(m in sys.modules for m in ('aiohttp', 'transformers', 'pydantic')))"
+        f"import sys; from agentloop.__main__ import main; main({arguments});"
+        "sys.exit(any(m in sys.modules for m in ('aiohttp', 'anyio', 'argparse', 'pydantic')))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
     assert done.returncode == 0

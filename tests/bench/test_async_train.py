@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
+from agentloop.rollouts.request import GroupRequest
 from agentloop.trajectory import VersionSpan
 from bench import virtual_time
 from bench.async_train import (
@@ -103,10 +104,10 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
     step = _SleepingLearner._step
 
     @asynccontextmanager
-    async def noted_group(self: Servers, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
-        number = int(named["name"].partition("-")[0])
+    async def noted_group(self: Servers, request: GroupRequest) -> AsyncIterator[Any]:
+        number = int(request.name.partition("-")[0])
         started[number] = anyio.current_time()
-        async with open_group(self, *arguments, **named) as siblings:
+        async with open_group(self, request) as siblings:
             yield siblings
         ended[number] = anyio.current_time()
 

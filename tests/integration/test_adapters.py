@@ -92,16 +92,6 @@ async def test_a_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
     assert episode.reward.value == 1.0
 
 
-async def test_a_failure_below_a_text_adventure_is_not_the_games(games: Path) -> None:
-    def gone(seen: list[Message]) -> Said:
-        raise ServerUnavailable("gone")
-
-    game = textworld.game.with_arguments({"file": str(games / "1.z8")})
-    (episode,) = await play(game, Scripted(gone))
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
-
-
 INSPECT = '''
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample

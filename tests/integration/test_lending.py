@@ -13,12 +13,12 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agentloop.cli import train as train_module
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.inference.processes.supervise import ServerProcess
 from agentloop.inference.sglang.control import ControlClient
+from agentloop.training import wiring
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.protocol import StepRequest
 from tests.integration.test_train import RECIPE, Said, coin
@@ -75,7 +75,7 @@ async def test_a_server_lends_its_memory_in_each_step_and_does_not_start_in_one(
         calls.append("stepped")
         return reply
 
-    monkeypatch.setattr(train_module, "lends_memory", lambda settings: True)
+    monkeypatch.setattr(wiring, "lends_memory", lambda settings: True)
     monkeypatch.setattr(ControlClient, "post", recorded_post)
     monkeypatch.setattr(KeptLearner, "ask", recorded_ask)
     monkeypatch.setattr(ServerProcess, "__init__", recorded_start)

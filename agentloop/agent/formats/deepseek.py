@@ -9,8 +9,6 @@ from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
 from agentloop.agent.formats.values import Parsed, decode_arguments
 
-__all__ = ["DEEPSEEK_DSML", "DEEPSEEK_V3", "DEEPSEEK_V31"]
-
 _OPEN, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _SEPARATOR = "<｜tool▁sep｜>"

@@ -11,8 +11,6 @@ from agentloop.agent.formats.values import Schemas, parameters_of
 from agentloop.agent.text_stream import TokenCodec
 from agentloop.trajectory import ToolCall
 
-__all__ = ["CallForm", "CallStream", "Family"]
-
 
 class CallStream(Protocol):
     """Finds the tool calls of one turn, however its tokens arrive."""

@@ -12,8 +12,6 @@ from agentloop.agent.formats.hermes import CLOSE, OPEN
 from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
 
-__all__ = ["GLM"]
-
 _FORM = TaggedForm(
     r"\s*(?P<name>[^<>\n]+)",
     r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",

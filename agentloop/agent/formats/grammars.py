@@ -12,8 +12,6 @@ from typing import Protocol
 
 from agentloop.agent.formats.values import Parsed, decode_call, decode_python_call
 
-__all__ = ["Blocks", "Found", "Grammar", "JsonObjects", "NamedObject", "PythonCalls", "Whole"]
-
 Found = tuple[str, Parsed]
 """The text of a call, and what it says."""
 

@@ -16,8 +16,6 @@ from agentloop.agent.formats.values import Schemas, decode_arguments
 from agentloop.agent.text_stream import TokenCodec
 from agentloop.trajectory import ToolCall
 
-__all__ = ["HARMONY"]
-
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _RECIPIENT_RE = re.compile(r"to=(?:functions\.)?([^\s<]+)")

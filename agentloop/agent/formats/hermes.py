@@ -7,8 +7,6 @@ from agentloop.agent.formats.grammars import Whole
 from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.values import decode_call
 
-__all__ = ["CLOSE", "HERMES", "OPEN"]
-
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 

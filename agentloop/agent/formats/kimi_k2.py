@@ -11,8 +11,6 @@ from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.values import Parsed, decode_arguments
 from agentloop.trajectory import ToolCall
 
-__all__ = ["KIMI_K2"]
-
 _OPEN, _CLOSE = "<|tool_call_begin|>", "<|tool_call_end|>"
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _ARGUMENTS = "<|tool_call_argument_begin|>"

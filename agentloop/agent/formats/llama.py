@@ -14,8 +14,6 @@ from agentloop.agent.formats.regions import RegionStream
 from agentloop.agent.formats.values import Schemas
 from agentloop.agent.text_stream import TokenCodec
 
-__all__ = ["LLAMA_JSON", "LLAMA_PYTHONIC"]
-
 _PYTHON_TAG = "<|python_tag|>"
 _MARKUP = Markup(thoughts=(("<think>", "</think>"),), calls=(), others=(_PYTHON_TAG,))
 

@@ -8,8 +8,6 @@ from agentloop.agent.formats.grammars import Blocks
 from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
 
-__all__ = ["MINIMAX_M2"]
-
 _OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 _FORM = TaggedForm(
     r'<invoke name="?(?P<name>[^"<>\n]+)"?>',

@@ -11,8 +11,6 @@ from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.values import Parsed, decode_arguments, decode_json
 from agentloop.trajectory import ToolCall
 
-__all__ = ["MISTRAL", "MISTRAL_V11"]
-
 _OPEN, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ID_RE = re.compile(r"[a-zA-Z0-9]{9}")
 _HEAD_RE = re.compile(

@@ -7,8 +7,6 @@ from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import JsonObjects
 from agentloop.agent.formats.regions import calls_in_regions
 
-__all__ = ["NEMOTRON"]
-
 _OPEN, _CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 
 

@@ -8,8 +8,6 @@ from agentloop.agent.formats.hermes import CLOSE, OPEN
 from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
 
-__all__ = ["QWEN3_CODER"]
-
 _FORM = TaggedForm(
     r"\s*<function=(?P<name>[^<>\n]+)>",
     r"<parameter=(?P<key>[^<>\n]+)>",

@@ -14,8 +14,6 @@ from agentloop.agent.formats.values import Schemas
 from agentloop.agent.text_stream import TextStream, TokenCodec
 from agentloop.trajectory import ToolCall
 
-__all__ = ["RegionStream", "calls_in_regions"]
-
 _MAX_REGION_TOKENS = 65_536
 
 

@@ -8,8 +8,6 @@ from functools import partial
 
 from agentloop.agent.formats.values import ArgumentTypes, Parsed, Schemas, decode_json
 
-__all__ = ["TaggedForm"]
-
 
 class TaggedForm:
     """Parses a call: a head with the tool's name, and arguments between tags.

@@ -16,17 +16,6 @@ from keyword import iskeyword
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = [
-    "ArgumentTypes",
-    "Parsed",
-    "Schemas",
-    "decode_arguments",
-    "decode_call",
-    "decode_json",
-    "decode_python_call",
-    "parameters_of",
-]
-
 Parsed = tuple[str, dict[str, object], str | None]
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of tools, by the tools' names."""

@@ -10,8 +10,6 @@ from agentloop.agent.sessions.tree import Alike
 from agentloop.errors import RequestError
 from agentloop.trajectory import Message
 
-__all__ = ["alike_by"]
-
 
 def alike_by(chat: ChatFormat) -> Alike:
     """Return what compares messages of the assistant by how the template writes them."""

@@ -21,21 +21,6 @@ from functools import lru_cache
 from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import Message
 
-__all__ = [
-    "Reads",
-    "call_ids_of",
-    "context_key",
-    "given_keys_of",
-    "has_more_fields",
-    "keys_of",
-    "opening_key",
-    "question_in",
-    "reasoning_of",
-    "request_key",
-    "text_of",
-    "with_our_ids",
-]
-
 Reads = Callable[[str, str], bool]
 """Returns whether the chat template reads a field of a role's messages, of a call or a function."""
 

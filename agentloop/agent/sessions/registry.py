@@ -14,8 +14,6 @@ from agentloop.agent.sessions.session import ModelSession
 from agentloop.errors import ServerError, UnknownSession
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["ModelSessions", "ServedSessions", "SessionSettings"]
-
 OpenSession = Callable[..., ModelSession]
 """Returns a new session for its name and further options of `ModelSession`."""
 

@@ -55,8 +55,6 @@ from agentloop.events import (
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import Message, StopReason, Trajectory, TurnEnd
 
-__all__ = ["ModelSession", "TurnRequest"]
-
 AsMessage = Callable[[Trajectory], Message]
 """Returns a turn as the message that its client gets."""
 

@@ -25,8 +25,6 @@ from agentloop.agent.sessions.history import (
 from agentloop.plain_json import dumps
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
-__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn", "copy_turn"]
-
 Alike = Callable[[Message, Message], bool]
 """Returns whether the chat template writes a client's message like the one that was sampled."""
 
@@ -239,7 +237,6 @@ class MessageTree:
         self._roots: dict[bytes, Node] = {}
         self._recent: OrderedDict[bytes, Match] = OrderedDict()  # histories, by context and digest
         self._num_removed = 0
-        self.num_nodes = 0
 
     def __iter__(self) -> Iterator[Node]:
         pending = list(self._roots.values())
@@ -331,7 +328,6 @@ class MessageTree:
             # What a client sends again may now be this one: the newest that it can be.
             self._recent.clear()
         parent.children.append(node)
-        self.num_nodes += 1
         return node
 
     def remove(self, branch: Branch, num_turns: int) -> None:
@@ -340,7 +336,6 @@ class MessageTree:
             for child in node.children:
                 if child.turn and (child.turn.branch, child.turn.num_turns) == (branch, num_turns):
                     node.children.remove(child)
-                    self.num_nodes -= 1
                     self._num_removed += 1
                     self._recent.clear()
                     return

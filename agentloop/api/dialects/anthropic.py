@@ -27,7 +27,6 @@ from agentloop.api.requests import (
     UNSUPPORTED,
     ChatRequest,
     Only,
-    StopSequence,
     TypedObject,
     describe_unsupported,
     load_object,
@@ -36,9 +35,8 @@ from agentloop.api.requests import (
     refuse_unsupported,
     validate,
 )
+from agentloop.api.sampling_fields import SamplerFields, StopSequence
 from agentloop.errors import Unsupported
-
-__all__ = ["UNSUPPORTED_IN_MESSAGES", "MessagesRequest", "TokenCountRequest"]
 
 C = TypeVar("C", bound="_Conversation")
 
@@ -157,9 +155,6 @@ class ContextManagement(pydantic.BaseModel):
     edits: list[ClearThinking] | None = None
 
 
-_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
@@ -243,21 +238,12 @@ class TokenCountRequest(_Conversation):
     """The body of `POST /v1/messages/count_tokens`."""
 
 
-class MessagesRequest(_Conversation):
-    """The supported parameters of Anthropic's `POST /v1/messages`."""
+class MessagesRequest(_Conversation, SamplerFields):
+    """The supported parameters of Anthropic's `POST /v1/messages`, and more ways to sample."""
 
     max_tokens: int = pydantic.Field(ge=1)
     stop_sequences: list[StopSequence] | None = pydantic.Field(None, max_length=4)
     stream: bool | None = None
-    temperature: float | None = pydantic.Field(None, ge=0, le=2)
-    top_p: float | None = pydantic.Field(None, gt=0, le=1)
-    top_k: int | None = pydantic.Field(None, ge=-1, le=1 << 30)
-    # Not Anthropic's, as in chat completions:
-    min_p: float | None = pydantic.Field(None, ge=0, le=1)
-    seed: int | None = pydantic.Field(None, ge=-(1 << 63), lt=1 << 63)
-    frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
-    presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = pydantic.Field(None, gt=0, le=2)
 
     @classmethod
     def parse(cls, body: bytes) -> MessagesRequest:
@@ -275,10 +261,9 @@ class MessagesRequest(_Conversation):
         return request
 
     def _fields(self) -> dict[str, object]:
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
         return {
             **super()._fields(),
-            **{name: getattr(self, name) for name in (*same, *_PENALTIES)},
+            **self.model_dump(include={"max_tokens", "stream", *SamplerFields.model_fields}),
             "stop": self.stop_sequences,
             "stream_options": {"include_usage": True} if self.stream else None,
         }

@@ -29,15 +29,6 @@ from agentloop.api.schemas import (
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import StopReason, ToolCallStatus
 
-__all__ = [
-    "AnthropicError",
-    "MessageAnswer",
-    "MessagesStream",
-    "TokenCount",
-    "error_form",
-    "whole",
-]
-
 MessageEvent = tuple[str, dict[str, Any]]
 """The name of an event and its data."""
 

@@ -15,8 +15,6 @@ import pydantic
 
 from agentloop.agent.openai_messages import function_call, note_omission, tool_message
 
-__all__ = ["BLOCKS", "ConversationMessage", "TextBlock", "of_messages", "of_system"]
-
 _BILLING_HEADER = "x-anthropic-billing-header:"
 
 

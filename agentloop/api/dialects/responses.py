@@ -38,8 +38,6 @@ from agentloop.errors import RequestError, Unsupported
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
-__all__ = ["UNSUPPORTED_RESPONSES", "ResponsesRequest"]
-
 _OUTPUT_LIMIT = "use max_output_tokens"
 _LOGPROBS = "message.output_text.logprobs"
 _Search = Literal[

@@ -21,8 +21,6 @@ from agentloop.agent.openai_messages import function_call, note_omission, tool_m
 from agentloop.errors import RequestError, Unsupported
 from agentloop.trajectory import Message
 
-__all__ = ["INPUT_ITEMS", "TEXT_PARTS", "Item", "custom_arguments", "messages_of_items", "name_in"]
-
 
 class TextItemPart(pydantic.BaseModel):
     type: Literal["input_text", "output_text"]

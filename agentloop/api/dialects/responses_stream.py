@@ -35,16 +35,6 @@ from agentloop.api.schemas import (
 )
 from agentloop.trajectory import Message, StopReason, ToolCallStatus
 
-__all__ = [
-    "ResponseObject",
-    "ResponsesStream",
-    "StreamEvent",
-    "error_form",
-    "messages_of",
-    "whole",
-    "without_logprobs",
-]
-
 StreamEvent = tuple[str, dict[str, Any]]
 """The name of a server-sent event and its data."""
 

@@ -116,6 +116,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="module:function, or a name listed by `env list`"
     )
+    parser.add_argument(
+        "--oracle",
+        action="store_true",
+        help="let the tasks' own solutions play, without a model (env.args.oracle=true)",
+    )
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
@@ -123,20 +128,21 @@ def main(arguments: list[str]) -> int:
         return 0
     if options.name is None or "=" in options.name:
         parser.error("expected the NAME of an environment first")
-    work = partial(_try, options.name, options.settings)
+    work = partial(_try, options.name, options.settings, options.oracle)
     return console.run(work, explain=options.explain)
 
 
-async def _try(name: str, arguments: list[str]) -> int:
+async def _try(name: str, arguments: list[str], has_oracle: bool) -> int:
     files, overrides = console.split_settings(arguments)
-    named = f"env.name={json.dumps(name)}"
-    settings = load_settings(TrySettings, files, [*overrides, named])
+    named = [f"env.name={json.dumps(name)}", *(["env.args.oracle=true"] if has_oracle else [])]
+    settings = load_settings(TrySettings, files, [*overrides, *named])
     environment = RunEnvironment("", settings.env, settings.tasks)
     tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
-    check_player(settings)
+    if not has_oracle:
+        check_player(settings)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
-        async with playing(settings, progress) as (groups_of, chat):
+        async with playing(settings, progress, has_oracle=has_oracle) as (groups_of, chat):
             progress(f"Running {count_of(len(trials), 'rollout')}")
 
             async def run(number: int, trial: _Trial) -> None:

@@ -55,9 +55,12 @@ class _ModelSettings(pydantic.BaseModel):
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     servers: list[str] = []
     server: dict[str, object] = {}
+    endpoint: dict[str, object] = {}
 
     @property
     def served_on(self) -> ServedOn:
+        if self.endpoint.get("url"):
+            return ServedOn.ENDPOINT
         return served_on(self.servers, str(self.server.get("device", "auto")))
 
 

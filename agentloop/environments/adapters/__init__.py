@@ -5,4 +5,5 @@ textworld:game         text adventures
 verifiers_v1:episode   a task set of verifiers 0.4
 inspect_ai:sample      a task of Inspect: its data set, solver and scorer
 openenv:episode        a server of OpenEnv, over its WebSocket
+harbor:task            folders of Harbor tasks, each in a computer of its own
 """

@@ -153,11 +153,13 @@ def _message(message: Any) -> Message:
 
 
 def _reward(score: Any) -> Reward:
-    """Return a score as a reward: that of a mapping is the mean of its parts."""
-    to_float = _module("scorer").value_to_float()
+    """Return a score, of a mapping the mean, as a reward. Raises ValueError for unknown values."""
+    to_float, zeros = _module("scorer").value_to_float(), ("i", "n", "no", "false")
     values = score.value if isinstance(score.value, Mapping) else {"score": score.value}
-    parts = {str(name): to_float(value) for name, value in values.items()}
+    parts = {  # what Inspect does not know is 0 to it, too
+        str(name): to_float(each) or float(0 if str(each).lower() in zeros else each)
+        for name, each in values.items()
+    }
     if any(map(math.isnan, parts.values())):  # it could not be scored
         return Reward(None, score.answer, score.explanation or "")
-    mean = sum(parts.values()) / len(parts)
-    return Reward(mean, score.answer, score.explanation or "", parts)
+    return Reward(sum(parts.values()) / len(parts), score.answer, score.explanation or "", parts)

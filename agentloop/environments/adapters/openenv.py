@@ -3,7 +3,8 @@
     env=agentloop.environments.adapters.openenv:episode env.args.url=http://localhost:8000
 
 If the server's actions are calls of MCP tools, the model gets those tools; otherwise it writes each
-action as text or JSON. The reward is the sum of the rewards of the steps.
+action as text or JSON. The reward is the sum of the rewards of the steps. An episode that the
+server ends without any is an error; of one that the model leaves before its end, it is 0.
 """
 
 from __future__ import annotations
@@ -70,18 +71,21 @@ async def episode(
             form = f"Write each message as a JSON object: {json.dumps(session.schema)}"
             instructions = "\n\n".join(part for part in (system, "" if field else form) if part)
             await agent.run(opening, system=instructions or None, reply=act)
-    return {"reward": game.reward, "steps": game.num_steps}
+    if game.is_done and not game.rewards:
+        raise RuntimeError("openenv: the episode is done, and no step of it had a reward")
+    return {"reward": sum(game.rewards), "steps": game.num_steps}
 
 
 class _Game:
-    """The steps of an episode, and the sum of their rewards."""
+    """The steps of an episode, and their rewards."""
 
     def __init__(self, session: OpenEnvSession, max_steps: int) -> None:
-        self.reward = 0.0
         self.num_steps = 0
         self.is_over = False
         self._session = session
         self._max_steps = max_steps
+        self.rewards: list[float] = []
+        self.is_done = False
 
     async def step(self, action: Callable[[], object]) -> JsonObject:
         """Act, and return what the model sees: an observation, or why the action is invalid."""
@@ -90,8 +94,10 @@ class _Game:
             result = await self._session.request("step", action())
         except InvalidAction as error:
             result = {"observation": {"error": f"[invalid action] {error}"}}
-        self.reward += result.get("reward") or 0.0
-        self.is_over = bool(result.get("done")) or self.num_steps == self._max_steps
+        if (reward := result.get("reward")) is not None:
+            self.rewards.append(reward)
+        self.is_done = bool(result.get("done"))
+        self.is_over = self.is_done or self.num_steps == self._max_steps
         return result
 
 

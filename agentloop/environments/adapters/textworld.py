@@ -70,6 +70,8 @@ async def game(
     library = Blocking("textworld", timeout_s)
     async with library.open(textworld.start, task.file, infos) as play:
         state = await library.call(play.reset)
+        if not state["max_score"]:
+            raise RuntimeError(f"textworld: {task.file}: the game does not say what points it has")
         moves = 0
 
         async def answer(command: str) -> str | None:
@@ -79,8 +81,7 @@ async def game(
             return None if is_over or moves == max_moves else _scene(state, lists_commands)
 
         await agent.run(_scene(state, lists_commands), system=system or None, reply=answer)
-    max_score = state["max_score"] or 1
-    return {"score": (state["score"] or 0) / max_score, "won": bool(state["won"]), "moves": moves}
+    return {"score": state["score"] / state["max_score"], "won": state["won"], "moves": moves}
 
 
 def _command(answer: str) -> str:

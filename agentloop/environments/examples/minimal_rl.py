@@ -54,7 +54,7 @@ def reward(question: str, trajectory: agentloop.Trajectory) -> float:
 def oldest_version(trajectories: Sequence[agentloop.Trajectory]) -> int:
     """Return the oldest version of the weights that sampled a token; 0: the model as it came."""
     names = {name for trajectory in trajectories for name in trajectory.versions if name}
-    return min(int(name) if name.isdigit() else 0 for name in names)
+    return min((int(name) if name.isdigit() else 0 for name in names), default=0)
 
 
 async def main(num_steps: int, folder: Path) -> None:

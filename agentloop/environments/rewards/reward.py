@@ -51,10 +51,13 @@ _IS_EQUAL = "agentloop.environments.rewards.math_check:is_equal"
 _USER_FUNCTION = "agentloop.environments.rewards.user_function"
 _MAX_ANSWER_CHARS = 4000
 _LARGEST = 1e30
+_ROUNDING = 1e-12
 
 
 def finite_number(value: object, name: str) -> float:
     """Return a number that comes from outside, such as a reward, as a float.
+
+    One of less than 1e-12 is 0: what rounding leaves of a sum must not make a rollout a right one.
 
     Args:
         value: a number of any type, such as numpy's; True is 1.
@@ -73,7 +76,7 @@ def finite_number(value: object, name: str) -> float:
     if not abs(number) <= _LARGEST:
         expected = f"expected a finite number, at most {_LARGEST:g} in magnitude"
         raise ValueError(f"{name}: {expected}, got {describe(value)}")
-    return number
+    return number if abs(number) >= _ROUNDING else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,16 +206,18 @@ def _tasks(
         raise DataError(f"{origin}: no tasks were read: it has no {unit}s")
 
 
-def find_conflicts(tasks: Iterable[Task]) -> list[tuple[Task, Task]]:
+def find_conflicts(tasks: Iterable[Task], *, env: str) -> list[tuple[Task, Task]]:
     """Return pairs of rows of files that show the model the same, with different answers.
 
-    Where all rows show the same, it is their environment that makes a difference.
+    Args:
+        env: name of their environment, if any: where all rows show the same, it makes the
+            difference.
     """
     by_shown: dict[str, list[Task]] = {}
     for task in tasks:
         if task.source_line:
             by_shown.setdefault(shown_digest(task), []).append(task)
-    if len(by_shown) < 2:
+    if env and len(by_shown) < 2:
         return []
     return [
         (same[0], task)

@@ -113,7 +113,7 @@ class TaskSource(ABC):
                 _ListedTasks(training, read_tasks(other), "tasks"),
             )
         else:
-            source = _ListedTasks(settings, read_tasks(settings), "tasks")
+            source = _ListedTasks(settings, read_tasks(settings), "tasks", env)
         if cursor is not None:
             source.go_to(cursor)
         return source
@@ -269,7 +269,7 @@ def _of_environment(
             line = f"{line_of(tasks.function, error)}: " if isinstance(tasks, TaskList) else ""
             raise DataError(f"{where}: after number {number}: {line}{summary_of(error)}") from error
 
-    return _ListedTasks(settings, read_listed(), where)
+    return _ListedTasks(settings, read_listed(), where, env)
 
 
 class _FunctionTasks(_GeneratedTasks):
@@ -349,7 +349,9 @@ class _ListedTasks(TaskSource):
     Tasks that show the model the same are held out together, whatever their other fields.
     """
 
-    def __init__(self, settings: TasksSettings, read_listed: Iterable[Task], where: str) -> None:
+    def __init__(
+        self, settings: TasksSettings, read_listed: Iterable[Task], where: str, env: str
+    ) -> None:
         super().__init__(settings)
         tasks: dict[str, Task] = {}
         num_listed = 0
@@ -364,7 +366,7 @@ class _ListedTasks(TaskSource):
                 "%s: %d of %d are dropped: they equal others in all fields",
                 *(where, num_listed - len(tasks), num_listed),
             )
-        if conflicts := find_conflicts(tasks.values()):
+        if conflicts := find_conflicts(tasks.values(), env=env):
             first, second = conflicts[0]
             more = f" ({len(conflicts) - 1} more)" if len(conflicts) > 1 else ""
             log.warning(

@@ -20,8 +20,6 @@ from agentloop.errors import ServerError, ServerStartError
 from agentloop.inference.processes.restarts import Restarts
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings
 
-__all__ = ["Clients", "keep_alive"]
-
 log = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ import os
 import runpy
 import sys
 
-__all__ = ["KEY_VARIABLE"]
-
 KEY_VARIABLE = "AGENTLOOP_SERVER_KEY"
 
 if __name__ == "__main__":

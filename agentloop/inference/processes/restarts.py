@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["Restarts"]
-
 _MAX_DELAY_S = 30.0
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from agentloop.errors import ServerError, leaves
 from agentloop.inference.cpu import INSTALL_COMMAND
 
-__all__ = ["NOT_INSTALLED", "ServerLog", "folder_kept_on_error"]
-
 NOT_INSTALLED = f"SGLang is not installed: `{INSTALL_COMMAND}`"
 _TAIL_LINES = 30
 _READ_BYTES = 256 * 1024

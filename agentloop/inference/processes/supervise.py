@@ -35,20 +35,6 @@ from agentloop.inference.processes.keyed import KEY_VARIABLE
 from agentloop.inference.processes.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
 
-__all__ = [
-    "Launch",
-    "ServerProcess",
-    "ServerSettings",
-    "all_ready",
-    "plan",
-    "require_device",
-    "running",
-    "sglang_servers",
-    "start_guarded",
-    "stdio_guarded",
-    "stop_all",
-]
-
 _SGLANG, _KEYED = "sglang.launch_server", "agentloop.inference.processes.keyed"
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
@@ -100,7 +86,7 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
     )
     threads: PositiveInt = Field(
         1,
-        description="OpenMP threads per server on a CPU. More than 1 only helps if cores are idle.",
+        description="OpenMP threads per server on a CPU. More than 1 makes small models slower.",
     )
     extra_args: tuple[str, ...] = Field(
         (),
@@ -508,6 +494,8 @@ def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
         *("--tp-size", str(settings.tp_size)),
         "--skip-server-warmup",
         "--sleep-on-idle",  # otherwise an idle server keeps a core busy
+        # A prefill takes as long as a decode of all requests: let prompts gather in between.
+        *("--prefill-decode-interval", "6", "--prefill-decode-interval-min-bs", "16"),
     ]
 
 

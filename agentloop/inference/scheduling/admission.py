@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Admission", "AdmissionLimits", "Forecast"]
-
 _NUM_BUCKETS = 32
 
 
@@ -155,8 +153,8 @@ class Admission:
         self._changed_s = -math.inf
         self._num_retracted = 0
 
-    def observe(self, now_s: float, num_retracted: int, reported_s: float) -> str:
-        """Update the target from the servers' reports; return "grow", "hold" or "cut", for the log.
+    def observe(self, now_s: float, num_retracted: int, reported_s: float) -> None:
+        """Update the target from the servers' reports.
 
         Args:
             num_retracted: Requests retracted since the last call.
@@ -165,15 +163,14 @@ class Admission:
         limits = self._limits
         self._num_retracted += num_retracted
         if now_s - self._changed_s < limits.period_s:
-            return "hold"
+            return
         if self._num_retracted:
-            change, self.target = "cut", self.target * _CUT
+            self.target *= _CUT
         elif now_s - reported_s < limits.report_ttl_s and self.target < limits.target:
-            change, self.target = "grow", min(limits.target, self.target + _GROWTH)
+            self.target = min(limits.target, self.target + _GROWTH)
         else:
-            return "hold"
+            return
         self._changed_s, self._num_retracted = now_s, 0
-        return change
 
     def may_start(self, capacity: int, group_size: int, num_prompt: int = 0) -> bool:
         """Return whether another group of `group_size` rollouts may start now.

@@ -22,13 +22,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from agentloop.inference.scheduling.admission import Admission
-
-__all__ = ["AdmittedGroup", "GroupGate", "rollout_of"]
-
-
-def rollout_of(key: str) -> str:
-    """Return the rollout that a conversation is of."""
-    return key.partition("+")[0]
+from agentloop.trajectory import rollout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ class GroupGate:
     def record_length(self, key: str, num_tokens: int, num_shared: int = 0) -> None:
         """Record that a conversation holds `num_tokens` besides its group's prompt of `num_shared`;
         ignored if unknown."""
-        rollout = rollout_of(key)
+        rollout = key if key in self._num_tokens else rollout_of(key)  # called for each frame
         before = self._num_tokens.get(rollout)
         if before is None:
             return
@@ -157,11 +151,10 @@ class GroupGate:
                 self._conversations[key] = None if first.is_single else {}
             first.admitted.set()
 
-    def observe(self, now_s: float, num_retracted: int, reported_s: float) -> str:
+    def observe(self, now_s: float, num_retracted: int, reported_s: float) -> None:
         """Pass the servers' reports to `Admission.observe` and admit groups that fit now."""
-        change = self._admission.observe(now_s, num_retracted, reported_s)
+        self._admission.observe(now_s, num_retracted, reported_s)
         self.admit()
-        return change
 
     def waits(self) -> list[tuple[str, float, str]]:
         """Return the waiting groups in order: name, seconds waited, and reason."""

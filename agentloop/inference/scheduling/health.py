@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Health", "ServerState"]
-
 _MAX_FAILURES = 3  # consecutive ones of a kind, after which a server is considered dead
 
 

@@ -14,8 +14,6 @@ from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.kv_pool import KVPool, LiveSequence
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 
-__all__ = ["KVLedger"]
-
 
 class KVLedger:
     """Accounting of all KV caches.
@@ -24,23 +22,9 @@ class KVLedger:
     that share a prompt ("" for none).
     """
 
-    def __init__(
-        self,
-        predictor: LengthPredictor | None = None,
-        *,
-        report_ttl_s: float = 10.0,
-        away_s: float = 5.0,
-    ) -> None:
-        """Create a ledger.
-
-        Args:
-            report_ttl_s: Time over which a report's excess over our own accounting fades to 0.
-            away_s: Time for which tokens are kept for a trajectory that runs a tool.
-        """
+    def __init__(self, predictor: LengthPredictor | None = None) -> None:
         self.predictor = predictor or LengthPredictor()
         self.pools: dict[DataParallelRank, KVPool] = {}
-        self._away_s = away_s
-        self._report_ttl_s = report_ttl_s
         self._live: dict[str, LiveSequence] = {}
         self._affinity: dict[str, KVPool] = {}  # by trajectory
 
@@ -54,7 +38,7 @@ class KVLedger:
         """
         if rank in self.pools:
             raise ValueError(f"{rank} was already added")
-        self.pools[rank] = KVPool(rank, capacity, max_sequences, self.predictor, self._report_ttl_s)
+        self.pools[rank] = KVPool(rank, capacity, max_sequences, self.predictor)
 
     def remove(self, rank: DataParallelRank) -> None:
         """Remove the pool of a retired or dead server, with all that it held."""
@@ -144,4 +128,4 @@ class KVLedger:
         Call it about once a second.
         """
         for pool in self.pools.values():
-            pool.age(now_s, self._away_s)
+            pool.age(now_s)

@@ -9,17 +9,15 @@ server, and the prompt, until it is busier than others by more than that saves.
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_pool import KVPool
-from agentloop.inference.scheduling.placement import Decision, PlacementPolicy, PlacementRequest
+from agentloop.inference.scheduling.placement import Candidate, Decision, PlacementRequest
 from agentloop.inference.scheduling.wait_queue import STARVATION_THRESHOLD_S
-
-__all__ = ["Costs", "KVPolicy"]
 
 _TIE = 1.02  # costs within this factor count as equal: predictions are not more precise
 
@@ -43,19 +41,7 @@ class Costs:
     step_s_per_token: float = 5e-8
 
 
-@dataclass(slots=True)
-class _Option:
-    """A pool that is the cheapest so far, or nearly so."""
-
-    pool: KVPool
-    cost_s: float
-    wait_s: float
-    fits: bool
-    num_cached: int
-    num_sequences: int
-
-
-class KVPolicy(PlacementPolicy):
+class KVPolicy:
     """Chooses the cheapest rank whose KV cache has capacity; a turn waits if there is none."""
 
     name = "kv"
@@ -68,109 +54,125 @@ class KVPolicy(PlacementPolicy):
         starvation_threshold_s: float = STARVATION_THRESHOLD_S,
         seed: int = 0,
     ) -> None:
-        """Create a policy; after a wait of `starvation_threshold_s` a turn may evict parked KV."""
-        super().__init__(ledger, seed=seed)
+        """Create a policy; after a wait of `starvation_threshold_s` a turn may evict parked KV.
+
+        `seed` breaks ties.
+        """
+        self._ledger = ledger
+        self._random = random.Random(seed)
         self._costs = costs or Costs()
         self._starvation_threshold_s = starvation_threshold_s
 
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
+    def choose(
+        self,
+        request: PlacementRequest,
+        ranks: Sequence[DataParallelRank],
+        *,
+        now_s: float,
+        waited_s: float = 0.0,
     ) -> Decision:
+        """Choose one of `ranks`, which accept `request`; it has waited for `waited_s`."""
+        if not ranks:
+            return Decision(None, self.name, "no server accepts requests", ())
+        pools = [self._ledger.pools[rank] for rank in ranks]
         affinity = self._ledger.affinity(request.key)
-        options, fields = self._weigh(request, pools, affinity, now_s, waited_s)
-        if not options:
-            return Decision(None, self.name, "no server has free KV capacity for it", fields)
-        chosen = self._best(options, affinity)
+        expected = min(request.budget, self._ledger.predictor.remaining(request.group))
+        candidates = [
+            self._candidate(request, expected, pool, affinity, now_s, waited_s) for pool in pools
+        ]
+        own = None if affinity is None else affinity.rank
+        possible = [candidate for candidate in candidates if candidate.is_possible]
+        if not possible:
+            reason = "no server has free KV capacity for it"
+            return Decision(None, self.name, reason, candidates)
+        chosen = self._best(possible, own)
         if not chosen.fits:
             reason = (
                 f"its own server will have capacity in {chosen.wait_s:.2f} s; moving costs more"
             )
-            return Decision(None, self.name, reason, fields)
-        return Decision(chosen.pool.rank, self.name, _reason(chosen, affinity), fields)
+            return Decision(None, self.name, reason, candidates)
+        return Decision(chosen.rank, self.name, _reason(chosen, own), candidates)
 
-    def _weigh(
+    def _candidate(
         self,
         request: PlacementRequest,
-        pools: Sequence[KVPool],
+        expected: int,
+        pool: KVPool,
         affinity: KVPool | None,
         now_s: float,
         waited_s: float,
-    ) -> tuple[list[_Option], list[tuple[Any, ...]]]:
-        """Return the cheapest options, equal within `_TIE`, and the fields of each candidate.
+    ) -> Candidate:
+        """Return what the turn would cost at a pool, if `expected` tokens are sampled.
 
-        It computes the cost of each pool in one pass, in plain local arithmetic: it runs for every
-        turn.
+        It runs for every turn and server, so it is plain local arithmetic.
         """
         costs, group, num_tokens = self._costs, request.group, request.num_tokens
-        expected = min(request.budget, self._ledger.predictor.remaining(group))
-        is_impatient = waited_s > self._starvation_threshold_s
-        # The cost of this turn's decoding: the fixed part of its steps, the time that each other
-        # sequence and each of their tokens add to them, and the time that it adds to others' steps.
-        prefill = costs.prefill_s_per_token
-        fixed_s = costs.step_s * expected
+        batch = pool.num_sequences + pool.num_strangers
+        held = pool.num_live + pool.num_others
+        kept = pool.num_kept
+        need = num_tokens + expected
+        cached = 0
+        if pool is affinity or group in pool.prompts:
+            cached = min(num_tokens - 1, pool.num_cached(request.key, group))
+            need -= pool.num_shared(group)
+            own_kept = pool.num_kept_for(request.key)
+            if own_kept:  # it returns: its growth was accounted for when it first came
+                need -= expected
+                kept -= own_kept
+        free = pool.capacity - held - pool.num_reserved - kept
+        has_room = batch < pool.max_sequences
+        fits = has_room and need <= free
+        stall_s = costs.prefill_s_per_token * (1 + batch)
+        wait_s = evict_s = 0.0
+        if not fits:
+            is_impatient = waited_s > self._starvation_threshold_s
+            may_evict = (is_impatient and need <= free + kept) or (
+                not batch and need <= pool.capacity
+            )
+            if has_room and may_evict:
+                fits, evict_s = True, stall_s * min(need - free, kept)
+            elif has_room and pool is affinity:
+                # If it has waited longer than expected, expect it to wait as long again.
+                wait_s = max(waited_s, (need - free) / max(1.0, pool.freed_per_s(now_s)))
+            else:
+                return Candidate(pool.rank, False, free, need, cached, batch)
+        # Of each of its steps: the fixed part, the time that each other sequence and each of their
+        # tokens add to it, and the time that it adds to the steps of the others.
         token_s = costs.step_s_per_token * expected
         beside_s = 2 * costs.step_s_per_sequence * expected + token_s * num_tokens
-        fields: list[tuple[Any, ...]] = []
-        options: list[_Option] = []
-        limit_s = math.inf
-        for pool in pools:
-            batch = pool.num_sequences + pool.num_strangers
-            held = pool.num_live + pool.num_others
-            kept = pool.num_kept
-            need = num_tokens + expected
-            cached = 0
-            if pool is affinity or group in pool.prompts:
-                cached = min(num_tokens - 1, pool.num_cached(request.key, group))
-                need -= pool.num_shared(group)
-                own_kept = pool.num_kept_for(request.key)
-                if own_kept:  # it returns: its growth was accounted for when it first came
-                    need -= expected
-                    kept -= own_kept
-            free = pool.capacity - held - pool.num_reserved - kept
-            fits = need <= free and batch < pool.max_sequences
-            wait_s = evict_s = 0.0
-            stall_s = prefill * (1 + batch)
-            if not fits:
-                if batch >= pool.max_sequences:
-                    fields.append((pool.rank, False, free, need, cached, batch))
-                    continue
-                if (is_impatient and need <= free + kept) or (not batch and need <= pool.capacity):
-                    fits, evict_s = True, stall_s * min(need - free, kept)
-                elif pool is affinity:
-                    # If it has waited longer than expected, expect it to wait as long again.
-                    wait_s = max(waited_s, (need - free) / max(1.0, pool.freed_per_s(now_s)))
-                else:
-                    fields.append((pool.rank, False, free, need, cached, batch))
-                    continue
-            prefill_s = stall_s * (num_tokens - cached)
-            queue_s = prefill * pool.num_prefill
-            decode_s = fixed_s + beside_s * batch + token_s * held
-            cost_s = wait_s + prefill_s + queue_s + decode_s + evict_s
-            if cost_s <= limit_s:
-                options.append(_Option(pool, cost_s, wait_s, fits, cached, batch))
-                limit_s = min(limit_s, cost_s * _TIE)
-            fields.append((
-                pool.rank, fits, free, need, cached, batch,
-                wait_s, prefill_s, queue_s, decode_s, evict_s,
-            ))  # fmt: skip
-        return [option for option in options if option.cost_s <= limit_s], fields
+        return Candidate(
+            pool.rank,
+            fits,
+            free,
+            need,
+            cached,
+            batch,
+            wait_s,
+            prefill_s=stall_s * (num_tokens - cached),
+            queue_s=costs.prefill_s_per_token * pool.num_prefill,
+            decode_s=costs.step_s * expected + beside_s * batch + token_s * held,
+            evict_s=evict_s,
+        )
 
-    def _best(self, options: list[_Option], affinity: KVPool | None) -> _Option:
-        """Return the best of equally cheap options: one that fits at once, then the trajectory's
-        own server, then more cached tokens, then fewer sequences."""
-        options = [option for option in options if option.fits] or options
-        for option in options:
-            if option.pool is affinity:
-                return option
-        ranks = [(-option.num_cached, option.num_sequences) for option in options]
+    def _best(self, possible: Sequence[Candidate], own: DataParallelRank | None) -> Candidate:
+        """Return the best of the cheapest: one that fits at once, then the trajectory's own
+        server, then more cached tokens, then fewer sequences."""
+        limit_s = _TIE * min(candidate.cost_s for candidate in possible)
+        cheapest = [candidate for candidate in possible if candidate.cost_s <= limit_s]
+        cheapest = [candidate for candidate in cheapest if candidate.fits] or cheapest
+        for candidate in cheapest:
+            if candidate.rank == own:
+                return candidate
+        ranks = [(-candidate.num_cached, candidate.num_sequences) for candidate in cheapest]
         first = min(ranks)
-        ties = [option for option, rank in zip(options, ranks, strict=True) if rank == first]
-        return self._random.choice(ties)
+        return self._random.choice(
+            [candidate for candidate, rank in zip(cheapest, ranks, strict=True) if rank == first]
+        )
 
 
-def _reason(chosen: _Option, affinity: KVPool | None) -> str:
-    if affinity is None:
+def _reason(chosen: Candidate, own: DataParallelRank | None) -> str:
+    if own is None:
         return "shares its group's prompt" if chosen.num_cached else "lowest cost"
-    if chosen.pool is affinity:
+    if chosen.rank == own:
         return "its own server caches its context" if chosen.num_cached else "its own server"
     return "moves: recomputing its context costs less than staying"

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 
-__all__ = ["KVPool", "LiveSequence", "ParkedTokens", "SharedPrompt"]
-
 _FREED_TAU_S = 20.0  # time constant of the average rate at which capacity is freed
+_REPORT_TTL_S = 10.0  # time over which a report's excess over our own accounting fades to 0
+_AWAY_S = 5.0  # time for which tokens are kept for a trajectory that runs a tool
 
 
 @dataclass(slots=True)
@@ -63,16 +63,12 @@ class SharedPrompt:
 
 @dataclass(slots=True)
 class KVPool:
-    """Accounting of one KV cache, in tokens.
-
-    `report_ttl_s` is the time over which a report's excess over our own accounting fades to 0.
-    """
+    """Accounting of one KV cache, in tokens."""
 
     rank: DataParallelRank
     capacity: int
     max_sequences: float = math.inf  # maximum batch size
     predictor: LengthPredictor = field(default_factory=LengthPredictor)
-    report_ttl_s: float = 10.0
     num_live: int = field(default=0, init=False)
     num_reserved: int = field(default=0, init=False)
     num_parked: int = field(default=0, init=False)
@@ -234,11 +230,11 @@ class KVPool:
         self.num_retracted += num_new
         return num_new
 
-    def age(self, now_s: float, away_s: float) -> None:
-        """Let an old report fade, and keep no tokens that were parked more than `away_s` ago."""
+    def age(self, now_s: float) -> None:
+        """Let an old report fade, and keep no tokens that were parked a while ago."""
         self._fade(now_s)
         for parked in self._parked.values():
-            if now_s - parked.since_s > away_s:
+            if now_s - parked.since_s > _AWAY_S:
                 self._unkeep(parked)
 
     # --- within ---------------------------------------------------------------------------------
@@ -281,6 +277,6 @@ class KVPool:
 
     def _fade(self, now_s: float) -> None:
         """Weight the confirmed excess by the age of the report."""
-        weight = max(0.0, 1.0 - (now_s - self.reported_s) / self.report_ttl_s)
+        weight = max(0.0, 1.0 - (now_s - self.reported_s) / _REPORT_TTL_S)
         self.num_others = math.ceil(self._confirmed[0] * weight)
         self.num_strangers = math.ceil(self._confirmed[1] * weight)

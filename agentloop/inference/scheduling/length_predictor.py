@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 
-__all__ = ["LengthPredictor"]
-
 _MAX_GROUPS = 4096  # groups whose lengths are remembered; beyond it the oldest are forgotten
 
 

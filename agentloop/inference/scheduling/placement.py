@@ -1,6 +1,6 @@
-"""Pure: choosing the server of a turn. The terms and the interface of placement policies.
+"""Pure: the terms of choosing the server of a turn.
 
-    PlacementRequest ──> PlacementPolicy.choose ──> Decision: a rank, or wait
+    PlacementRequest ──> KVPolicy.choose ──> Decision: a rank, or wait
 
 `kv_policy.py` is the policy of the runtime; `bench/gateway_policies.py` has those of gateways, for
 comparison.
@@ -8,17 +8,11 @@ comparison.
 
 from __future__ import annotations
 
-import random
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from agentloop.inference.ranks import DataParallelRank
-from agentloop.inference.scheduling.kv_ledger import KVLedger
-from agentloop.inference.scheduling.kv_pool import KVPool
-
-__all__ = ["Candidate", "Decision", "PlacementPolicy", "PlacementRequest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +56,17 @@ class Candidate(NamedTuple):
     evict_s: float = 0.0
 
     @property
+    def is_possible(self) -> bool:
+        """True if the turn fits, or would by waiting for it."""
+        return self.fits or self.wait_s > 0
+
+    @property
     def cost_s(self) -> float:
         return self.wait_s + self.prefill_s + self.queue_s + self.decode_s + self.evict_s
 
     def explain(self) -> str:
         """Return the costs and the state in one line."""
-        if self.fits or self.cost_s:
+        if self.is_possible:
             costs = (
                 f"{self.cost_s:.3f} s: wait {self.wait_s:.3f}, prefill {self.prefill_s:.3f}, "
                 f"queue {self.queue_s:.3f}, decode {self.decode_s:.3f}, evict {self.evict_s:.3f}"
@@ -84,19 +83,13 @@ class Candidate(NamedTuple):
 class Decision:
     """The chosen rank and the reason; with `rank` None, the request waits.
 
-    `fields` are those of each candidate. A `Candidate` is only made on demand, because a decision
-    is taken for every turn and rarely explained.
+    `candidates` are the ranks that were considered.
     """
 
     rank: DataParallelRank | None
     policy: str
     why: str
-    fields: Sequence[tuple[Any, ...]] = field(repr=False)
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        """The ranks that were considered."""
-        return [Candidate(*values) for values in self.fields]
+    candidates: Sequence[Candidate] = field(repr=False)
 
     def explain(self) -> str:
         """Return one line per candidate, with the chosen one marked."""
@@ -105,41 +98,3 @@ class Decision:
             mark = "->" if candidate.rank == self.rank else "  "
             lines.append(f"{mark} {candidate.explain()}")
         return "\n".join(lines)
-
-
-class PlacementPolicy(ABC):
-    """Chooses the rank of each turn, from the state of the KV caches in a ledger.
-
-    Attributes:
-        name: The policy's name in the explanation of a decision.
-    """
-
-    name: ClassVar[str]
-
-    def __init__(self, ledger: KVLedger, *, seed: int = 0) -> None:
-        """Create a policy; `seed` breaks ties."""
-        self._ledger = ledger
-        self._random = random.Random(seed)
-
-    def choose(
-        self,
-        request: PlacementRequest,
-        ranks: Sequence[DataParallelRank],
-        *,
-        now_s: float,
-        waited_s: float = 0.0,
-    ) -> Decision:
-        """Choose one of `ranks`, which accept `request`; it has waited for `waited_s`."""
-        if not ranks:
-            return Decision(None, self.name, "no server accepts requests", ())
-        pools = [self._ledger.pools[rank] for rank in ranks]
-        return self._choose(request, pools, now_s, waited_s)
-
-    @abstractmethod
-    def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
-    ) -> Decision:
-        """Choose one of `pools`, of which there is at least one."""
-
-    def forget(self, name: str) -> None:  # noqa: B027  # most policies remember nothing
-        """Forget a trajectory, or a group, that has ended."""

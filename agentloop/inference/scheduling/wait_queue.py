@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["STARVATION_THRESHOLD_S", "WaitQueue", "Waiting"]
-
 STARVATION_THRESHOLD_S = 10.0
 
 T = TypeVar("T")
@@ -95,7 +93,3 @@ class WaitQueue(Generic[T]):
                 or now_s - waiting.since_s >= self._starvation_threshold_s
             ):
                 break
-
-    def longest_wait_s(self, now_s: float) -> float:
-        """Return how long the next request has waited; 0 if the queue is empty."""
-        return now_s - self._waiting[self._priorities[0][3]].since_s if self._priorities else 0.0

@@ -24,8 +24,6 @@ from agentloop.inference.sglang.frames import ChunkReader, ErrorFrame, InvalidFr
 from agentloop.inference.sglang.http_stream import PostStream, StreamBroken
 from agentloop.inference.sglang.weight_updates import WeightUpdates
 
-__all__ = ["SGLangServer", "ServerInfo"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:

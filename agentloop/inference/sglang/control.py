@@ -13,8 +13,6 @@ import pydantic
 
 from agentloop.errors import ServerRefused, ServerUnavailable
 
-__all__ = ["ControlClient", "http_session", "parsing", "refusal"]
-
 _MAX_ANSWER_BYTES = 16 << 20  # the answer of /server_info is long
 _TIMEOUT_S = 10.0
 

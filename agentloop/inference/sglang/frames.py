@@ -23,17 +23,6 @@ from agentloop.errors import ServerUnavailable
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import TurnEnd, VersionSpan
 
-__all__ = [
-    "Chunk",
-    "ChunkReader",
-    "ErrorFrame",
-    "FrameDecoder",
-    "InvalidFrame",
-    "OnChunk",
-    "PromptLogprobs",
-    "TopLogprobs",
-]
-
 _MAX_FRAME_BYTES = 64 << 20
 
 

@@ -19,8 +19,6 @@ from urllib.parse import SplitResult, urlsplit
 import anyio
 import httptools
 
-__all__ = ["PostStream", "StreamBroken"]
-
 _MAX_ERROR_BYTES = 65_536
 
 

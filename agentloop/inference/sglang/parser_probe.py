@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from sglang.srt.function_call.base_format_detector import BaseFormatDetector
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-__all__ = ["calls_found_by_sglang", "read_calls"]
-
 _TIMEOUT_S = 300.0  # importing SGLang takes up to a minute on a busy machine
 _TAIL = 300
 

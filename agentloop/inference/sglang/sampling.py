@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import pydantic
 
-__all__ = ["Sampling"]
-
 
 class Sampling(pydantic.BaseModel):
     """Sampling parameters. The defaults sample from the policy unchanged, as in training."""

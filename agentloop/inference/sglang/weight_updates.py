@@ -20,8 +20,6 @@ from agentloop.errors import ServerError, ServerRefused
 from agentloop.inference.sglang.control import ControlClient, parsing
 from agentloop.plain_json import JsonObject
 
-__all__ = ["Bucket", "Checksum", "WeightUpdates", "WeightsGroup", "WeightsInfo"]
-
 # Settings of a server that make its tensors differ from those of the model.
 _UNUSUAL = ("quantization", "enable_dp_attention", "enable_fp32_lm_head", "cpu_offload_gb")
 _UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["DropCounter"]
-
 log = logging.getLogger(__name__)
 
 _EVERY_S = 60.0

@@ -45,8 +45,6 @@ from agentloop.events import (
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import JsonObject, dumps, loads
 
-__all__ = ["EventLog", "EventLogSettings", "read_events"]
-
 _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
 _MAX_TEXT = 500  # characters of an answer, a reason or a tool name

@@ -42,8 +42,6 @@ from agentloop.observe.latency import Duration, of_turn
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Trajectory, Turn
 
-__all__ = ["Metrics"]
-
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 _LONG_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)

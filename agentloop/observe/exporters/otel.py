@@ -51,8 +51,6 @@ from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn, TurnEnd
 
-__all__ = ["Attribute", "CallerSpan", "OtelSettings", "Traces", "caller_span"]
-
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
 _MAX_CONTENT_CHARS = 16_384  # longer texts are truncated

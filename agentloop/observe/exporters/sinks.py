@@ -28,8 +28,6 @@ from agentloop.errors import message_of
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
 
-__all__ = ["Sink", "Sinks", "SinksSettings", "mask_secrets"]
-
 log = logging.getLogger(__name__)
 
 SinkName = Literal["tensorboard", "trackio", "wandb"]
@@ -127,9 +125,9 @@ class Sinks:
                 worker.put(step, values)
 
     @property
-    def num_dropped(self) -> dict[str, int]:
-        """Number of dropped rows, by sink."""
-        return {worker.name: worker.dropped.num for worker in self._workers}
+    def num_dropped(self) -> int:
+        """Number of rows that a sink has dropped, of all sinks together."""
+        return sum(worker.dropped.num for worker in self._workers)
 
     async def _close(self) -> None:
         for worker in self._workers:

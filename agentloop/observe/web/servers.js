@@ -65,7 +65,7 @@
 
   const update = ({ parts }, server, current, t) => {
     setText(parts.url, server.url.replace(/^https?:\/\//, ""));
-    setText(parts.state, isNumber(server.since) ? `${server.state} for ${span(Math.max(t - server.since, 0))}` : server.state);
+    setText(parts.state, isNumber(server.since) && !server.healthy ? `${server.state} for ${span(Math.max(t - server.since, 0))}` : server.state);
     setAttr(parts.state, "data-kind", server.healthy ? "good" : ["suspect", "stale"].includes(server.state) ? "warn" : "bad");
     setText(parts.reason, server.reason ?? "");
     const capacity = server.capacity || 0;

@@ -931,16 +931,12 @@
       h("span", { class: "tr-key" }, h("span", { class: "fork" }, "forking"), ": top 20% by surprisal"),
       h("span", { class: "tr-key" }, h("span", { class: "reflect" }, "reflection"), ": forking, after a tool response"),
     ];
-    const ramp = (letter, low, high) => h(
-      "span", { class: "tr-key" }, `${low} `,
-      h("span", { class: "tr-ramp", "aria-hidden": "true" }, [...STEPS.keys(), STEPS.length].map((i) => h("i", { class: `${letter}${i}` }))),
-      ` ${high}`,
-    );
+    const shades = [...STEPS.keys(), STEPS.length].map((i) => h("i", { class: `l${i}` }));
     switch (measure) {
       case "none":
         return [];
       case "logprob":
-        return [ramp("l", "p = 1", "p < 0.04"), ...marks];
+        return [h("span", { class: "tr-key" }, "p = 1 ", h("span", { class: "tr-ramp", "aria-hidden": "true" }, shades), " p < 0.04"), ...marks];
       case "version":
         return [...versions.map((version, i) => h("span", { class: "tr-key" }, h("span", { class: `p${i % 6}` }, `version ${version}`))), ...marks];
       default:

@@ -344,31 +344,45 @@ def _find_pip() -> list[str]:
 async def _build(
     docker: aiodocker.Docker, base: str, python: Python, folder: Path, name: str
 ) -> None:
-    with tempfile.TemporaryFile() as context, anyio.fail_after(BUILD_TIMEOUT_S):
+    with tempfile.TemporaryFile() as context:
         await anyio.to_thread.run_sync(_pack, folder, context)
-        steps = docker.images.build(
-            fileobj=context,
-            encoding="identity",
-            tag=name,
-            buildargs={"BASE": base, "TARGET": python.target},
-            stream=True,
-            timeout=None,
-        )
-        lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         try:
+            await run_build(docker, context, name, {"BASE": base, "TARGET": python.target})
+        except SandboxUnavailable as error:
+            raise SandboxUnavailable(f"{error}\n{WITHOUT_IMAGE}") from error
+
+
+async def run_build(
+    docker: aiodocker.Docker,
+    context: IO[bytes],
+    name: str,
+    arguments: Mapping[str, str],
+    timeout_s: float = BUILD_TIMEOUT_S,
+) -> None:
+    """Build an image from a tar with a Dockerfile.
+
+    Raises:
+        SandboxUnavailable: a step failed; the message ends with its last lines.
+    """
+    lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+    try:
+        with anyio.fail_after(timeout_s):
+            steps = docker.images.build(
+                fileobj=context,
+                encoding="identity",
+                tag=name,
+                buildargs=dict(arguments),
+                stream=True,
+                timeout=None,
+            )
             async for step in steps:  # no deadline here: it is above
                 lines.extend(step.get("stream", "").splitlines())
                 if "error" in step:
                     lines.append(step["error"])
-                    raise SandboxUnavailable(
-                        "the sandbox image could not be built:\n"
-                        + "\n".join(filter(None, lines))
-                        + f"\n{WITHOUT_IMAGE}"
-                    )
-        except aiodocker.DockerError as error:
-            raise SandboxUnavailable(
-                f"the sandbox image could not be built: {what_it_said(error)}\n{WITHOUT_IMAGE}"
-            ) from error
+                    raise SandboxUnavailable("\n".join(filter(None, lines)))
+    except (SandboxUnavailable, TimeoutError, aiodocker.DockerError) as error:
+        reason = what_it_said(error) or f"it took longer than {timeout_s:g} s"
+        raise SandboxUnavailable(f"the image {name} could not be built:\n{reason}") from error
 
 
 def _pack(folder: Path, context: IO[bytes]) -> None:

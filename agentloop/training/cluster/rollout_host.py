@@ -33,6 +33,7 @@ from agentloop.training.weight_sync.transport import PublishedWeights
 __all__ = [
     "GroupResult",
     "OpenRollouts",
+    "OpenedRollouts",
     "RolloutActor",
     "RolloutHost",
     "RolloutWorker",
@@ -44,7 +45,10 @@ T = TypeVar("T")
 _POLL_S = 0.1
 _LEVEL = 1  # of compression: the fastest
 
-OpenRollouts = Callable[[], AbstractAsyncContextManager[tuple[RollsOut, WaitForCapacity, Serving]]]
+OpenedRollouts = tuple[RollsOut, WaitForCapacity, Serving]
+"""What a runtime rolls out with, what waits until it may, and what serves the weights."""
+
+OpenRollouts = Callable[[], AbstractAsyncContextManager[OpenedRollouts]]
 """Opens a runtime on its node; pickled, so made of importable functions."""
 
 

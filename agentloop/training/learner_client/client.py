@@ -362,10 +362,9 @@ async def start_learner(
             await settings_path.parent.mkdir(parents=True, exist_ok=True)
             await settings_path.write_text(settings.model_dump_json(), "utf-8")
         command = learner_command(settings_path)
-        port = ranks_settings.port or free_port()
         ranks = LearnerProcesses(spawn)
         stack.push_async_callback(ranks.stop)
-        for start in starts(ranks_settings, command, socket_path=path, port=port):
+        for start in starts(ranks_settings, command, socket_path=path, port=free_port()):
             await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
         num_ranks = ranks_settings.nproc_per_node * ranks_settings.nodes
         on_progress(f"Starting the learner with {count_of(num_ranks, 'rank')}; logs in {log_dir}")

@@ -44,9 +44,6 @@ class RanksSettings(pydantic.BaseModel):
         description="Address of this machine at which the ranks meet. By default, loopback; on a "
         "cluster always that of this node.",
     )
-    port: int = pydantic.Field(
-        0, ge=0, lt=65_536, description="Port of the rendezvous at rank 0. 0: any free port."
-    )
     threads: int = pydantic.Field(1, ge=1, description="OpenMP threads per rank on a CPU.")
     start_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="Time limit for all ranks to become ready."

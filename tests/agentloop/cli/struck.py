@@ -106,7 +106,7 @@ def live(arguments: list[str]) -> int:
     from agentloop.cli import sft_stage
     from agentloop.cli import train as train_module
     from agentloop.inference.processes import supervise
-    from agentloop.training import batch_trainer, held_out, stages
+    from agentloop.training import batch_trainer, held_out, stages, wiring
     from agentloop.training.learner_client import client
 
     parts: Any = train_module
@@ -119,7 +119,8 @@ def live(arguments: list[str]) -> int:
 
     parts.run_with_restarts = with_this_command
     if os.environ.get(_PLAYED):
-        parts.require_machine = parts.plot_runs = lambda *_: None
+        composer: Any = wiring
+        parts.require_machine = composer.plot_runs = lambda *_: None
         played: Any = supervise
         played._SGLANG = played._KEYED = "tests.agentloop.cli.struck_parts"
         played.importlib = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))
@@ -139,7 +140,7 @@ def live(arguments: list[str]) -> int:
     at: list[tuple[Any, str, Callable[..., str]]] = [
         (sft_stage, "play_teacher", lambda *_, **__: "games"),
         (client.KeptLearner, "ask", of_request),
-        (train_module, "_roll_out_and_learn", lambda *_, **__: "between"),
+        (wiring, "_roll_out_and_learn", lambda *_, **__: "between"),
         (held_out, "roll_out_all", of_tasks),
         (stages, "roll_out_all", of_tasks),
         (batch_trainer.BatchTrainer, "_record", lambda _, metrics: f"stage {metrics.stage}"),

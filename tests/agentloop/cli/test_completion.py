@@ -130,14 +130,3 @@ def test_another_shell_is_an_error(
 ) -> None:
     assert main(["completion", *arguments]) == 2
     assert "usage: agentloop completion {bash,zsh,fish}" in capsys.readouterr().err
-
-
-def test_completion_imports_nothing_heavy() -> None:
-    program = (
-        "import sys; from agentloop.__main__ import main; main(['completion', 'bash', '--', 'se']);"
-        "print([one for one in ('pydantic', 'anyio', 'argparse', 'torch') if one in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == ["serve", "[]"]

@@ -204,7 +204,7 @@ def test_the_page_is_not_served_where_the_endpoint_should_be(
     out, err = capsys.readouterr()
     assert "Watch it: " in err
     assert f"Watch it: {url}/" not in err
-    assert "404" not in out + err
+    assert " 404" not in out + err
 
 
 def test_a_model_is_not_evaluated_without_a_server(
@@ -455,9 +455,9 @@ def test_plan_says_problems_first(
     file = tmp_path / "tasks.jsonl"
     url = "endpoint.url=http://127.0.0.1:9/v1"
     assert main(["--dry-run", "--tasks", str(file), url]) == 2
-    first, *_ = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().out.splitlines()  # and no counts of nothing
     assert first.startswith("missing    http://127.0.0.1:9/v1: ")
-    assert first.endswith(f"{file}: No such file")
+    assert second == f"missing    {file}: No such file"
     write(file, "1")
     assert main(["--dry-run", "--tasks", str(file), url, "servers=['http://127.0.0.1:1']"]) == 2
     out = capsys.readouterr().out

@@ -18,8 +18,9 @@ from agentloop import RequestError, call
 from agentloop.cli import sft_stage
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.sft import DialogueTraining
-from agentloop.cli.sft_stage import add_teacher_dialogues, check_dialogues
+from agentloop.cli.sft_stage import FineTuning
 from agentloop.cli.train import TrainSettings
+from agentloop.cli.train_settings import fine_tuning
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import open_tasks
 from agentloop.errors import DataError, SettingsError
@@ -121,16 +122,21 @@ class Progress:
         self.lines.append(text)
 
 
+def tuning_of(run: TrainSettings) -> FineTuning:
+    tuning = fine_tuning(run)
+    assert tuning is not None
+    return tuning
+
+
 def training_of(run: TrainSettings) -> DialogueTraining:
-    assert run.sft is not None
-    return run.sft.within(run.learner, run.ranks, run.loop, run.budget)
+    return tuning_of(run).training
 
 
 async def with_teacher(
     run: TrainSettings, folder: RunFolder, progress: Progress | None = None
 ) -> DialoguesSettings:
     said = cast(ProgressLine, progress or Progress())
-    return await add_teacher_dialogues(run, training_of(run).data, run.environments, folder, said)
+    return await tuning_of(run).add_teacher_dialogues(folder, said)
 
 
 def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
@@ -198,8 +204,7 @@ async def test_first_rollout_is_checked_against_the_template(tmp_path: Path) -> 
     num_played = 0
 
     async def check() -> None:
-        data = training_of(run).data
-        await check_dialogues(run, data, run.environments, cast(ProgressLine, Progress()))
+        await tuning_of(run).check_dialogues(cast(ProgressLine, Progress()))
 
     run = settings(f"env={__name__}:unfinished", "sft.data.teacher=300")
     with pytest.raises(DataError, match=r"^the teacher's first rollout: field 'messages'"):
@@ -218,9 +223,7 @@ async def test_first_dialogue_of_each_file_is_checked(tmp_path: Path) -> None:
     bad.write_text('{"messages": [{"role": "user", "content": "?"}]}')
     for paths, message in (([good], ""), ([good, bad], f"^{bad}: line 1: field 'messages'")):
         run = settings(f"sft.data.paths={json.dumps([*map(str, paths)])}")
-        check = check_dialogues(
-            run, training_of(run).data, run.environments, cast(ProgressLine, Progress())
-        )
+        check = tuning_of(run).check_dialogues(cast(ProgressLine, Progress()))
         if message:
             with pytest.raises(DataError, match=message):
                 await check
@@ -268,13 +271,7 @@ async def test_refused_dialogues_are_played_again_unless_some_were_trained_on(
         if has_begun:
             RunFolder(games.parent).add_metrics({"step": 1})
         dashboard = cast(Any, SimpleNamespace(folder=folder))
+        said = cast(ProgressLine, Progress())
         with pytest.raises(DataError, match="no thought"):
-            await sft_stage.make_start_model(
-                run,
-                training_of(run),
-                run.environments,
-                dashboard,
-                cast(ProgressLine, Progress()),
-                spawn_here,
-            )
+            await tuning_of(run).make_start_model(dashboard, said, spawn_here)
         assert games.exists() == has_begun

@@ -102,9 +102,7 @@ async def test_a_programming_error_is_raised_unchanged() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_the_number_of_open_questions_is_bounded(
-    monkeypatch: pytest.MonkeyPatch, at_once: bool
-) -> None:
+async def test_open_questions_are_bounded(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 3)
     rollout = play_asks()
     keys: list[str] = []
@@ -140,9 +138,7 @@ async def cancel_when(asks: Callable[[], Awaitable[Any]], until: Callable[[], bo
         tasks.cancel_scope.cancel()
 
 
-async def test_a_visitor_who_leaves_before_the_start_cancels_the_rollout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_leaving_visitor_cancels_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 1)
     rollout = play_asks(begins=False)
     async with asking(rollout, rollout.events.append) as ask:
@@ -168,9 +164,7 @@ async def test_a_visitor_who_leaves_after_the_start_leaves_it_running() -> None:
         assert rollout.num_running == 1
 
 
-async def test_a_rollout_that_does_not_start_in_time_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_late_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask_module, "_START_S", 0.02)
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 1)
     rollout = play_asks(begins=False)

@@ -38,6 +38,7 @@ from agentloop.events import (
 from agentloop.inference.scheduling.placement import Decision
 from agentloop.observe import board as board_module
 from agentloop.observe.board import Board
+from agentloop.observe.bottleneck import ServedOn
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 
 WEB = Path(board_module.__file__).with_name("web")
@@ -380,9 +381,12 @@ def test_a_malformed_call_has_no_tool_lane() -> None:
     assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
 
 
-def test_an_endpoints_token_count_is_shown() -> None:
-    made, _ = board()
+def test_an_endpoint_samples_at_once_and_counts_its_tokens() -> None:
+    made, clock = board()
     made.on_event(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
+    made.on_event(TurnStarted("1-a.0", 0))
+    clock.now += 5.0
+    assert re.match("Rollouts mostly decode: .* endpoint", made.spent().sentence(ServedOn.ENDPOINT))
     made.on_event(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
     assert (made.rows["1-a.0"].turn, made.rows["1-a.0"].tokens) == (1, 59)
 

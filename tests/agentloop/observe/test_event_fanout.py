@@ -8,9 +8,7 @@ from agentloop.events import Event, RolloutAbandoned
 from agentloop.observe.event_fanout import EventFanout
 
 
-def test_a_failing_reader_is_removed_and_the_others_continue(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failing_reader_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     failed: list[Event] = []
 
     def fails(event: Event) -> None:

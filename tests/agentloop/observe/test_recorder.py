@@ -87,12 +87,10 @@ async def test_the_page_shows_it(tmp_path: Path) -> None:
     assert (shown["answer"], shown["branch"], shown["parent"]) == ("so", "it differs", "1-s.0")
     frame = await archive.frame()
     lanes = [lane for lane, _ in frame["rollouts"][0]["lanes"]]
-    assert lanes == ["wait", "decode", "client", "wait", "decode"]
+    assert lanes == ["wait", "prefill", "decode", "client", "wait", "decode"]
 
 
-async def test_recording_goes_on_after_earlier_records_and_deletes_the_oldest(
-    tmp_path: Path,
-) -> None:
+async def test_oldest_records_are_deleted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     async with recorder(folder).running() as recording:
         for name in "abc":
@@ -122,9 +120,7 @@ class SlowFolder:
         return f"{number}", 1
 
 
-async def test_groups_that_the_disk_is_too_slow_for_are_dropped_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_disk_drops_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     max_tokens = 3 * len(trajectory("a").ids)
     monkeypatch.setattr(recorder_module, "_MAX_WAITING_TOKENS", max_tokens)
     folder = SlowFolder(tmp_path)
@@ -150,7 +146,7 @@ async def test_the_rest_is_written_when_the_service_is_cancelled(tmp_path: Path)
     assert folder.written == ["a", "b"]
 
 
-async def test_a_disk_that_hangs_does_not_hold_the_service(
+async def test_hanging_disk_holds_no_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "_CLOSE_S", 0.05)
@@ -169,9 +165,7 @@ class FullFolder:
         raise RunFolderError("run.folder: full: No space left on device")
 
 
-async def test_a_full_disk_is_counted_and_the_service_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_full_disk_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:
     async with recorder(FullFolder()).running() as recording:
         recording.add(trajectory("a"))
         await eventually(lambda: recording.num_dropped == 1)

@@ -377,6 +377,7 @@ async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment
         (Reward(0.5, "a", "why"), 0.5),
         (Reward(None, None, "unknown"), None),
         (None, None),
+        ({"x": 0.05, "y": 0.2, "z": -0.3}, 0.0),  # and not 5.6e-17
     ],
 )
 def test_values_that_an_environment_may_return(value: Any, reward: float | None) -> None:

@@ -62,6 +62,7 @@ def figures(*rewards: float | None) -> GroupFigures:
         ([0, 0, -1], GroupOutcome(0, 3, False)),
         ([1, None, 0], GroupOutcome(1, 2, False)),
         ([0.5, 1.5], GroupOutcome(2, 2, False)),
+        ([0.3, 0.1 + 0.2], GroupOutcome(2, 2, True)),
         ([None, None], None),
         ([], None),
     ],

@@ -16,14 +16,13 @@ of which the mask would be large.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
-
-__all__ = ["BatchedAttention", "Group", "group_by_length", "register"]
 
 _SLACK = 1.25  # the longest of a group may be this many times as long as its shortest,
 _SLACK_TOKENS = 32  # and this many tokens longer
@@ -87,22 +86,9 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         encoder_lens: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        loop = super()._run_sdpa_forward_decode
-        if encoder_lens is not None or options.get("sliding_window_size") is not None:
-            given = (req_to_token, req_pool_indices, seq_lens, encoder_lens)
-            result: torch.Tensor = loop(query, output, k_cache, v_cache, *given, **options)
-            return result
-        if self._groups is None:
-            keys = seq_lens.tolist()
-            queries = [1] * len(keys)
-            self._groups = [
-                _group(members, queries, keys, req_to_token, req_pool_indices, query.dtype)
-                for members in group_by_length(queries, keys)
-            ]
-        for group in self._groups:
-            assert isinstance(group, Group)
-            _attend(group, query, output, k_cache, v_cache, options.get("scaling"))
-        return output
+        loop = partial(super()._run_sdpa_forward_decode, encoder_lens=encoder_lens, **options)
+        heads = (query, output, k_cache, v_cache)
+        return self._run(loop, heads, req_to_token, (req_pool_indices, seq_lens))
 
     def _run_sdpa_forward_extend(
         self,
@@ -118,20 +104,39 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         encoder_lens: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        loop = super()._run_sdpa_forward_extend
+        loop = partial(super()._run_sdpa_forward_extend, encoder_lens=encoder_lens, **options)
+        heads = (query, output, k_cache, v_cache)
+        lengths = (seq_lens, extend_prefix_lens, extend_seq_lens)
+        return self._run(loop, heads, req_to_token, (req_pool_indices, *lengths))
+
+    def _run(
+        self,
+        loop: partial[torch.Tensor],
+        heads: tuple[torch.Tensor, ...],
+        req_to_token: torch.Tensor,
+        requests: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Attend by groups, and by SGLang's `loop` what they do not cover.
+
+        Args:
+            heads: query, output, and the caches of keys and values.
+            requests: for each, its row of `req_to_token` and its length; in a prefill also the
+                lengths of what is cached and of its queries.
+        """
+        query, output, k_cache, v_cache = heads
+        options = loop.keywords
+        is_decode = len(requests) == 2
         if (
-            encoder_lens is not None
+            options["encoder_lens"] is not None
             or options.get("sliding_window_size") is not None
-            or not options.get("causal")
+            or not (is_decode or options.get("causal"))
         ):
-            lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
-            given = (req_to_token, req_pool_indices, *lengths)
-            result: torch.Tensor = loop(query, output, k_cache, v_cache, *given, **options)
-            return result
-        keys, queries = seq_lens.tolist(), extend_seq_lens.tolist()
+            return loop(*heads, req_to_token, *requests)
+        num_queries = torch.ones_like(requests[1]) if is_decode else requests[-1]
         if self._groups is None:
+            keys, queries = requests[1].tolist(), num_queries.tolist()
             self._groups = [
-                _group(members, queries, keys, req_to_token, req_pool_indices, query.dtype)
+                _group(members, queries, keys, req_to_token, requests[0], query.dtype)
                 if len(members) > 1 or queries[members[0]] * keys[members[0]] <= _MAX_MASK
                 else members[0]
                 for members in group_by_length(queries, keys)
@@ -140,11 +145,10 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             if isinstance(group, Group):
                 _attend(group, query, output, k_cache, v_cache, options.get("scaling"))
                 continue
-            start, one = sum(queries[:group]), slice(group, group + 1)
-            rows = slice(start, start + queries[group])
-            lengths = (seq_lens[one], extend_prefix_lens[one], extend_seq_lens[one], None)
-            given = (req_to_token, req_pool_indices[one], *lengths)
-            loop(query[rows], output[rows], k_cache, v_cache, *given, **options)
+            start = int(num_queries[:group].sum())
+            rows = slice(start, start + int(num_queries[group]))
+            request = (each[group : group + 1] for each in requests)
+            loop(query[rows], output[rows], k_cache, v_cache, req_to_token, *request)
         return output
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
@@ -152,10 +154,30 @@ def test_an_option_that_a_puzzle_does_not_have_is_refused(gym: Any) -> None:
         task_of(reasoning_gym.puzzle.with_arguments(arguments))
 
 
-def test_a_game_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_game_that_does_not_exist_or_has_no_points_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
     with pytest.raises(SettingsError, match=r"env.args.file: no/\*.z8: there is no such file"):
         task_of(textworld.game.with_arguments({"file": "no/*.z8"}))
+    opened = SimpleNamespace(reset=lambda: {"max_score": None}, close=lambda: None)
+    library = SimpleNamespace(EnvInfos=dict, start=lambda *_: opened)
+    monkeypatch.setitem(sys.modules, "textworld", library)
+    (tmp_path / "1.z8").touch()
+    environment = textworld.game.with_arguments({"file": str(tmp_path / "1.z8")})
+    with pytest.raises(RequestError, match=r"1.z8: the game does not say what points it has"):
+        await play(environment, numbers("look"))
+
+
+def test_unknown_score_of_inspect_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = SimpleNamespace(value_to_float=lambda: lambda value: float(value == "C"))
+    monkeypatch.setattr(inspect_ai, "_module", lambda _: scorer)
+    scores = [
+        SimpleNamespace(value=value, answer=None, explanation="") for value in ("C", "I", "?")
+    ]
+    assert [inspect_ai._reward(score).value for score in scores[:2]] == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"'\?'"):
+        inspect_ai._reward(scores[2])
 
 
 class Lock:
@@ -165,6 +187,7 @@ class Lock:
         number = {"type": "integer"}
         self.schema: Any = {"properties": {"number": number}, "required": ["number"]}
         self.num_open = self.most_open = 0
+        self.reward: float | None = 0.5  # of a step
         self.awaited = 0  # sessions that must have been open at a time before any is answered
 
     async def describe(self, request: web.Request) -> web.Response:
@@ -197,7 +220,7 @@ class Lock:
         if number == 7:
             return {"type": "error", "data": {"message": "ouch", "code": "EXECUTION_ERROR"}}
         seen = {"a": number, "b": "closed"}
-        data = {"observation": seen, "reward": 0.5, "done": number == 3}
+        data = {"observation": seen, "reward": self.reward, "done": number == 3}
         return {"type": "observation", "data": data}
 
 
@@ -235,6 +258,15 @@ async def test_an_episode_ends_when_the_server_says_so_and_its_rewards_are_added
     assert lock.num_open == 0
 
 
+async def test_missing_rewards_are_not_zero() -> None:
+    lock = Lock()
+    lock.reward = None
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        with pytest.raises(RequestError, match="done, and no step of it had a reward"):
+            await play(environment, numbers('{"number": 3}'))
+
+
 async def test_a_text_is_an_action_without_json() -> None:
     lock = Lock()
     lock.schema = {"properties": {"say": {"type": "string"}}, "required": ["say"]}
@@ -242,8 +274,8 @@ async def test_a_text_is_an_action_without_json() -> None:
 
     def answer(kind: str, data: Any) -> dict[str, Any]:
         asked.append((kind, data))
-        done = kind == "step"
-        return {"type": "observation", "data": {"observation": {"text": "hm"}, "done": done}}
+        data = {"observation": {"text": "hm"}, "done": kind == "step", "reward": 0.0}
+        return {"type": "observation", "data": data}
 
     lock.answer = answer  # type: ignore[method-assign]
     async with serving(lock) as url:

@@ -365,9 +365,8 @@ def test_rows_that_differ_in_any_field_are_different_tasks(
     source = opened(path)
     assert source.distinct is not None
     assert len({task.id for task in source.distinct}) == len(source.distinct) == 5
-    assert [one.getMessage() for one in caplog.records] == [
-        "tasks: 2 of 7 are dropped: they equal others in all fields"
-    ]
+    dropped, _ = [record.getMessage() for record in caplog.records]
+    assert dropped == "tasks: 2 of 7 are dropped: they equal others in all fields"
 
 
 @pytest.mark.parametrize("held_out", [0.3, 7.0])
@@ -405,6 +404,10 @@ def test_two_answers_to_one_problem_are_reported(
     ]
     trained = {task.prompt for task in take(source, 30)}
     assert not trained & {task.prompt for task in source.held_out()}
+    path = jsonl(tmp_path / "same.jsonl", [{"problem": "Play.", "answer": n} for n in range(2)])
+    for env in ("", "guess"):  # whose secret may be the answer
+        TaskSource.open(TasksSettings(kind="jsonl", paths=[path]), env=env)
+        assert len(caplog.records) == 2
 
 
 def test_rows_that_differ_in_other_fields_only_are_held_out_one_by_one(tmp_path: Path) -> None:

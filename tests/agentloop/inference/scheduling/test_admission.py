@@ -125,22 +125,28 @@ def test_a_retraction_cuts_the_target_which_then_grows_back(
     made.start()
     capacity = math.ceil(made.forecast.peak(4))  # needed for another group of four
     assert made.may_start(capacity, 4)
-    assert made.observe(0.0, 3, 0.0) == "cut"
+    made.observe(0.0, 3, 0.0)
     assert not made.may_start(capacity, 4)
-    assert made.observe(1.0, 1, 1.0) == "hold"  # the first cut has not taken effect yet
-    assert made.observe(2.0, 0, 2.0) == "cut"  # the retraction is not forgotten
-    assert made.target == 0.25
-    changes = [made.observe(2.0 * step, 0, 2.0 * step) for step in range(2, 12)]
-    assert changes == ["grow"] * 8 + ["hold"] * 2
+    made.observe(1.0, 1, 1.0)
+    assert made.target == 0.5  # the first cut has not taken effect yet
+    made.observe(2.0, 0, 2.0)
+    assert made.target == 0.25  # the retraction is not forgotten
+    made.observe(4.0, 0, 4.0)
+    assert made.target == pytest.approx(0.35)
+    for step in range(3, 12):
+        made.observe(2.0 * step, 0, 2.0 * step)
     assert made.target == 1.0
 
 
 def test_the_target_does_not_grow_when_reports_stop() -> None:
     made = admission()
-    made.observe(0.0, 1, 0.0)
-    assert made.observe(14.0, 0, 0.0) == "grow"
-    assert made.observe(17.0, 0, 0.0) == "hold"
-    assert made.observe(20.0, 1, 0.0) == "cut"  # streams report retractions as well
+    targets = [made.target]
+    for now_s, num_retracted in ((0.0, 1), (14.0, 0), (17.0, 0), (20.0, 1)):
+        made.observe(now_s, num_retracted, 0.0)
+        targets.append(made.target)
+    start, cut, grown, held, cut_again = targets  # streams report retractions as well
+    assert start > grown > cut > cut_again
+    assert held == grown
 
 
 def test_no_more_groups_end_than_started() -> None:

@@ -155,14 +155,6 @@ async def test_new_capacity_admits_groups_at_the_next_report() -> None:
         end.set()
 
 
-async def test_retractions_reduce_admission() -> None:
-    gate = gate_of([2000])
-    assert gate.observe(10.0, 3, 10.0) == "cut"
-    assert gate.observe(11.0, 0, 11.0) == "hold"
-    assert gate.observe(13.0, 0, 13.0) == "grow"
-    assert gate.observe(99.0, 0, 13.0) == "hold", "reports stopped: nothing grows"
-
-
 async def test_two_groups_of_one_name_are_refused() -> None:
     gate = gate_of([4000])
     async with gate.group("a", 2, 10):

@@ -140,8 +140,8 @@ TestLedger = pytest.mark.timeout(60)(Ledger.TestCase)
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def ledger(capacity: int = 100, **options: float) -> KVLedger:
-    made = KVLedger(LengthPredictor(prior=10), **options)
+def ledger(capacity: int = 100) -> KVLedger:
+    made = KVLedger(LengthPredictor(prior=10))
     made.add(A, capacity)
     return made
 
@@ -217,7 +217,7 @@ def test_a_reserve_is_used_up_and_renewed_within_the_budget() -> None:
 
 
 def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
-    made = ledger(100, away_s=5.0)
+    made = ledger(100)
     made.reserve("s", A, 30, 0, key="k")
     made.park("s", 0.0)
     made.age(5.0)
@@ -227,7 +227,7 @@ def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
 
 
 def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
-    made = ledger(1000, report_ttl_s=10.0)
+    made = ledger(1000)
     pool = made.pools[A]
     made.reserve("s", A, 100, 0)
     made.report(A, LoadReport(400, 3, 1), 0.0)
@@ -250,7 +250,7 @@ def test_a_report_below_our_accounting_changes_nothing() -> None:
 
 
 def test_a_report_that_never_changes_fades() -> None:
-    made = ledger(1000, report_ttl_s=10.0)
+    made = ledger(1000)
     made.reserve("s", A, 100, 500)
     frozen = LoadReport(300, 1, 0, 5)
     made.report(A, LoadReport(310, 1, 0, 5), 0.0)

@@ -1,0 +1,531 @@
+"""A computer for a task: a root file system of its own, shells that keep their state, files.
+
+    async with pool.computer("python:3.13-slim") as box:
+        await box.write("/app/test.py", b"print(6 * 7)")
+        result = await box.run("cd /app && python test.py")
+        result.status, result.stdout  # CallStatus.OK, '42\\n'
+        (await box.run("pwd")).stdout  # '/app\\n'
+
+A command that fails is a result, never an exception. ComputerLost is raised where the computer is
+gone, and not by what ran in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryFile
+from typing import IO
+
+import aiodocker
+import aiohttp
+import anyio
+import orjson
+
+from agentloop.sandbox.computer.changes import ADDED, list_changes
+from agentloop.sandbox.computer.channel import ComputerEnded, FileRequest
+from agentloop.sandbox.computer.fleet import Fleet
+from agentloop.sandbox.computer.guest import CHUNK_BYTES
+from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
+from agentloop.sandbox.engine import what_it_said
+from agentloop.sandbox.errors import ComputerLost
+from agentloop.sandbox.results import CallStatus
+from agentloop.sandbox.settings import MAX_CODE_BYTES
+
+KEPT_BYTES = 32 << 10
+MAX_OUTPUT_BYTES = 16 << 20
+MAX_FILE_BYTES = 64 << 20
+MAX_FOLDER_BYTES = 1 << 30
+# Ways to end a command, and how long each may take: an interrupt, its processes' end, its shell's.
+# An interrupt is repeated, since a shell that is just starting a program may miss it.
+STAGES = (
+    *(("interrupt", 0.1), ("interrupt", 0.2), ("interrupt", 0.4)),
+    *(("kill", 0.4), ("kill", 0.4), ("end", 20.0)),
+)
+ENGINE_TIMEOUT_S = 60.0
+# The engine's own, in every container.
+NOT_CHANGED = (
+    *("/run/agentloop", "/dev", "/proc", "/sys", "/.dockerenv"),
+    *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"),
+)
+
+KeepChange = Callable[[str, bool], bool]
+
+_shell_ids = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The end of a command.
+
+    Attributes:
+        status: OK, ERROR (another exit status than 0), KILLED (by a signal that was not ours), OOM,
+            TIMEOUT or OUTPUT_LIMIT.
+        exit_status: the shell's number for it; None if it was ended at a limit.
+        stdout, stderr: the first and the last 32 KiB of each. Background processes write to the
+            same, so the next command has what they wrote meanwhile.
+        truncated: whether output was omitted from the middle.
+        shell_ended: whether the shell ended with it, such as by `exit`: the next command runs in a
+            new one, with the first directory and environment.
+    """
+
+    status: CallStatus
+    exit_status: int | None
+    stdout: str
+    stderr: str
+    stdout_bytes: int
+    stderr_bytes: int
+    truncated: bool
+    shell_ended: bool
+    elapsed_s: float
+
+    @property
+    def ok(self) -> bool:
+        return self.status is CallStatus.OK
+
+
+class HeadAndTail:
+    """The first and the last bytes of a stream, and how many there were."""
+
+    def __init__(self, num_kept: int) -> None:
+        self.num_bytes = 0
+        self._num_kept = num_kept
+        self._head, self._tail = bytearray(), bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        room = self._num_kept - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:] if room > 0 else data
+        del self._tail[: -self._num_kept]
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.num_bytes > len(self._head) + len(self._tail)
+
+    @property
+    def text(self) -> str:
+        omitted = self.num_bytes - len(self._head) - len(self._tail)
+        middle = f"\n[{omitted} bytes omitted]\n".encode() if omitted else b""
+        return bytes(self._head + middle + self._tail).decode("utf-8", "replace")
+
+
+class ComputerShell:
+    """A shell of a computer. Its directory, variables and functions last from command to command.
+
+    It is bash, or sh where there is none. It has no terminal, and commands have no input. One
+    command runs at a time; a further one waits.
+    """
+
+    def __init__(self, box: Computer, user: str, workdir: str, env: Mapping[str, str]) -> None:
+        self._box = box
+        self._start = {"user": user, "cwd": workdir, "env": dict(env)}
+        self._id = next(_shell_ids)
+        self._lock = anyio.Lock()
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
+        on_output: Callable[[int, bytes], None] | None = None,
+    ) -> CommandResult:
+        """Run a command and return how it ended.
+
+        At the end of its time it is interrupted, like by Ctrl-C, then its processes are killed,
+        and only if that doesn't end it the shell as well. Background processes live on. Cancelling
+        the caller ends the shell.
+
+        Args:
+            max_output_bytes: limit of stdout and stderr together, at which it is ended.
+            on_output: called with 1 or 2, for stdout or stderr, and the next bytes of it.
+
+        Raises:
+            ComputerLost: the computer is gone.
+            ValueError: the command is too long, or has a NUL.
+        """
+        text = command.encode("utf-8", "surrogateescape")
+        if len(text) > MAX_CODE_BYTES or b"\0" in text:
+            raise ValueError(f"command: at most {MAX_CODE_BYTES} bytes, none of them a NUL")
+        async with self._lock:  # no deadline: each command has one
+            return await self._run(text, timeout_s, max_output_bytes, on_output)
+
+    async def _run(
+        self,
+        text: bytes,
+        timeout_s: float,
+        max_output_bytes: int,
+        on_output: Callable[[int, bytes], None] | None,
+    ) -> CommandResult:
+        channel = self._box._machine.channel
+        streams = HeadAndTail(KEPT_BYTES), HeadAndTail(KEPT_BYTES)
+        is_flooded = False
+
+        def take(stream: int, data: bytes) -> None:
+            nonlocal is_flooded
+            streams[stream - 1].add(data)
+            is_flooded = sum(kept.num_bytes for kept in streams) > max_output_bytes
+            if on_output is not None:
+                on_output(stream, data)
+
+        request = channel.open(take)
+        began = anyio.current_time()
+        limit: CallStatus | None = None
+        try:
+            channel.send({"op": "run", "id": request.id, "shell": self._id, **self._start}, text)
+            with anyio.move_on_after(timeout_s) as deadline:
+                while request.done is None and not is_flooded:
+                    channel.check()
+                    await request.changed()
+            if request.done is None:
+                is_late = deadline.cancelled_caught
+                limit = CallStatus.TIMEOUT if is_late else CallStatus.OUTPUT_LIMIT
+            for stage, patience_s in STAGES:
+                if request.done is None:
+                    channel.send({"op": "signal", "shell": self._id, "stage": stage})
+                    with anyio.move_on_after(patience_s):
+                        await channel.until_done(request)
+            if request.done is None:
+                # Its programs have taken all of its time.
+                channel.lose("its first process did not answer", by_program=True)
+                channel.check()
+            done = request.done or {}
+        except ComputerEnded as error:
+            done = {"status": 137, "oom": False, "ended": True, "error": error.strerror}
+        except BaseException:
+            if request.done is None and not channel.lost.is_set():
+                channel.send({"op": "signal", "shell": self._id, "stage": "end"})
+                self._id = next(_shell_ids)
+            raise
+        finally:
+            channel.close(request)
+        if done["ended"]:
+            self._id = next(_shell_ids)
+        if reason := done.get("error"):
+            streams[1].add(f"agentloop: {reason}\n".encode())
+        stdout, stderr = streams
+        return CommandResult(
+            limit or _status_of(done["status"], done["oom"]),
+            None if limit else done["status"],
+            stdout.text,
+            stderr.text,
+            stdout.num_bytes,
+            stderr.num_bytes,
+            stdout.is_truncated or stderr.is_truncated,
+            done["ended"],
+            anyio.current_time() - began,
+        )
+
+
+def _status_of(exit_status: int, is_oom: bool) -> CallStatus:
+    if exit_status == 0:
+        return CallStatus.OK
+    if is_oom:
+        return CallStatus.OOM
+    return CallStatus.KILLED if 128 < exit_status <= 192 else CallStatus.ERROR
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The differences of a computer's files from its image, as a file of this machine.
+
+    It lasts as long as the pool, or until it is removed.
+    """
+
+    spec: ComputerSpec
+    path: Path
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Computer:
+    """A computer. `Pool.computer` opens one.
+
+    Attributes:
+        user, workdir, env: of its shells, and for paths that are not absolute.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        machine: ComputerMachine,
+        user: str | None,
+        workdir: str | None,
+        env: Mapping[str, str],
+    ) -> None:
+        config = machine.config
+        self.user = user or config.get("User") or "root"
+        self.workdir = workdir or config.get("WorkingDir") or "/"
+        self.env = dict(env)
+        self._fleet, self._machine = fleet, machine
+        self._shell = self.shell()
+
+    # -- commands -----------------------------------------------------------------------------
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
+        on_output: Callable[[int, bytes], None] | None = None,
+    ) -> CommandResult:
+        """Run a command in the computer's first shell (see ComputerShell.run)."""
+        return await self._shell.run(
+            command, timeout_s=timeout_s, max_output_bytes=max_output_bytes, on_output=on_output
+        )
+
+    def shell(
+        self,
+        *,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ComputerShell:
+        """Return a further shell, which starts with its first command."""
+        merged = {**self.env, **(env or {})}
+        return ComputerShell(self, user or self.user, workdir or self.workdir, merged)
+
+    async def kill_processes(self) -> None:
+        """Kill all processes, background ones and shells included; the files stay."""
+        channel = self._machine.channel
+        request = channel.open(lambda stream, data: None)
+        try:
+            channel.send({"op": "kill_all", "id": request.id})
+            with anyio.move_on_after(ENGINE_TIMEOUT_S):
+                await channel.until_done(request)
+            if request.done is None:
+                channel.lose("its processes did not end", by_program=True)
+                channel.check()
+        finally:
+            channel.close(request)
+        self._shell = self.shell()
+
+    # -- files --------------------------------------------------------------------------------
+
+    async def read(
+        self, path: str, *, max_bytes: int = MAX_FILE_BYTES, user: str | None = None
+    ) -> bytes:
+        """Return the bytes of a file.
+
+        Raises:
+            OSError: there is none, it is no regular file, it is longer, or the user may not.
+            ComputerLost: the computer is gone.
+        """
+        data = bytearray()
+        async with self._file("read", user, path=self._absolute(path), max_bytes=max_bytes) as file:
+            file.end_data()
+            async for chunk in file.chunks():
+                data += chunk
+        return bytes(data)
+
+    async def write(
+        self, path: str, data: bytes, *, mode: int | None = None, user: str | None = None
+    ) -> None:
+        """Write a file, and make its directories. Raises OSError, ComputerLost."""
+        async with self._file("write", user, path=self._absolute(path), mode=mode) as file:
+            await file.feed(data)
+            await file.finish()
+
+    async def remove(self, *paths: str, user: str | None = None) -> None:
+        """Remove files, and directories with what is in them; links are not followed."""
+        absolute = [self._absolute(path) for path in paths]
+        async with self._file("remove", user, paths=absolute) as file:
+            await file.finish()
+
+    async def put(
+        self,
+        source: Path | IO[bytes],
+        path: str,
+        *,
+        max_bytes: int = MAX_FOLDER_BYTES,
+        user: str | None = None,
+    ) -> None:
+        """Copy a folder's contents, or those of an open tar, into a folder of the computer.
+
+        Links of a folder are copied as links; owners are not kept.
+
+        Raises:
+            ValueError: it is larger than `max_bytes`.
+            OSError, ComputerLost: it could not be written.
+        """
+        if isinstance(source, Path):
+            with TemporaryFile() as tar:
+                await anyio.to_thread.run_sync(pack_folder, source, tar, max_bytes)
+                await self.put(tar, path, max_bytes=max_bytes, user=user)
+            return
+        async with self._file("unpack", user, path=self._absolute(path)) as file:
+            num_bytes = 0
+            while data := await anyio.to_thread.run_sync(source.read, CHUNK_BYTES):
+                num_bytes += len(data)
+                if num_bytes > max_bytes:
+                    raise ValueError(f"larger than max_bytes, {max_bytes}")
+                await file.feed(data)
+            await file.finish()
+
+    async def get(
+        self,
+        path: str,
+        target: Path,
+        *,
+        max_bytes: int = MAX_FOLDER_BYTES,
+        user: str | None = None,
+    ) -> None:
+        """Copy the contents of a folder, or a file, into a folder of this machine.
+
+        What would lie outside of it, as a path or as a link's target, is refused, and so are
+        devices.
+
+        Raises:
+            ValueError: it is larger than `max_bytes`.
+            tarfile.FilterError: something was refused; what came before it is there.
+            OSError, ComputerLost: it could not be read.
+        """
+        with TemporaryFile() as tar:
+            await self.get_tar(path, tar, max_bytes=max_bytes, user=user)
+            tar.seek(0)
+            await anyio.to_thread.run_sync(unpack_folder, tar, target)
+
+    async def get_tar(
+        self, path: str, target: IO[bytes], *, max_bytes: int, user: str | None = None
+    ) -> None:
+        """Write a tar of a folder's contents, or of a file, to an open file."""
+        async with self._file("pack", user, path=self._absolute(path)) as file:
+            file.end_data()
+            await _copy(file, target, max_bytes)
+
+    def _absolute(self, path: str) -> str:
+        return str(PurePosixPath(self.workdir, path))
+
+    @asynccontextmanager
+    async def _file(
+        self, kind: str, user: str | None, **fields: object
+    ) -> AsyncIterator[FileRequest]:
+        file = FileRequest(self._machine.channel, kind, user or self.user, **fields)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    # -- snapshots ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _changes(self, keep: KeepChange | None = None) -> AsyncIterator[FileRequest]:
+        """Stop all processes, and read what has changed since the image."""
+        channel = self._machine.channel
+        channel.send({"op": "freeze"})
+        try:
+            async with self._file("pack_changes", "root") as file:
+                await file.feed(await self._list_changes(keep))
+                file.end_data()
+                yield file
+        finally:
+            if not channel.lost.is_set():
+                channel.send({"op": "thaw"})
+
+    async def _list_changes(self, keep: KeepChange | None) -> bytes:
+        try:
+            with anyio.fail_after(ENGINE_TIMEOUT_S):
+                found = await list_changes(self._fleet.engine, self._machine.name)
+        except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+            self._machine.channel.check()
+            raise ComputerLost(f"the engine does not tell its files: {what_it_said(error)}") from (
+                error
+            )
+        changes = [
+            (path, kind)
+            for path, kind in found
+            if not path.startswith(NOT_CHANGED) and (keep is None or keep(path, kind == ADDED))
+        ]
+        return orjson.dumps(changes)
+
+    async def snapshot(self) -> Snapshot:
+        """Save the files: processes are stopped meanwhile, and go on.
+
+        Extended attributes, and files on volumes of the image, are not part of it.
+        """
+        limit = self._machine.spec.limits.disk_mib << 20
+        path = self._fleet.folder / f"snapshot-{next(_shell_ids)}"
+        try:
+            with path.open("wb") as target:
+                async with self._changes() as file:
+                    await _copy(file, target, limit)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return Snapshot(self._machine.spec, path)
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot's files. All processes end, also those of shells."""
+        machine = await self._fleet.take(snapshot.spec)
+        old, self._machine = self._machine, machine
+        self._fleet.give_back(old)
+        self._shell = self.shell()
+        await self._apply(snapshot)
+
+    async def _apply(self, snapshot: Snapshot) -> None:
+        async with self._file("apply_changes", "root") as file:
+            with snapshot.path.open("rb") as source:
+                while data := source.read(CHUNK_BYTES):
+                    await file.feed(data)
+            await file.finish()
+
+    @asynccontextmanager
+    async def fork(self, keep: KeepChange | None = None) -> AsyncIterator[Computer]:
+        """Open another computer with a copy of the files, and no processes.
+
+        What either changes from then on, the other does not see.
+
+        Args:
+            keep: a function of a path, and of whether the image lacks it, that returns whether the
+                copy has it as it is now; otherwise it has the image's.
+
+        Raises:
+            OSError: the files are larger than `disk_mib`, or the computer's programs have ended it.
+            ComputerLost, SandboxUnavailable, Overloaded: one of the two failed.
+        """
+        spec = self._machine.spec
+        async with open_computer(self._fleet, spec, self.user, self.workdir, self.env) as box:
+            async with self._changes(keep) as source, box._file("apply_changes", "root") as target:
+                num_bytes = 0
+                async for data in source.chunks():
+                    num_bytes += len(data)
+                    if num_bytes > spec.limits.disk_mib << 20:  # such as of a file with holes
+                        raise OSError(27, f"its files have more than {spec.limits.disk_mib} MiB")
+                    await target.feed(data)
+                await target.finish()
+            yield box
+
+
+@asynccontextmanager
+async def open_computer(
+    fleet: Fleet,
+    spec: ComputerSpec,
+    user: str | None,
+    workdir: str | None,
+    env: Mapping[str, str],
+    snapshot: Snapshot | None = None,
+) -> AsyncIterator[Computer]:
+    """Open a computer; its container is removed behind it."""
+    box = Computer(fleet, await fleet.take(spec), user, workdir, env)
+    try:
+        if snapshot is not None:
+            await box._apply(snapshot)
+        yield box
+    finally:
+        fleet.give_back(box._machine)
+
+
+async def _copy(file: FileRequest, target: IO[bytes], max_bytes: int) -> None:
+    num_bytes = 0
+    async for data in file.chunks():
+        num_bytes += len(data)
+        if num_bytes > max_bytes:
+            raise ValueError(f"larger than {max_bytes} bytes")
+        await anyio.to_thread.run_sync(target.write, data)

@@ -1,0 +1,212 @@
+"""The container of a computer: what it may do, its start, and its removal.
+
+It has what a worker's container has (`walls` in container.py: no new privileges, bounds on memory,
+processes and processor time, no swap, no log, removed by the engine when its first process ends)
+with these differences, since whole programs run in it, as its root if need be:
+
+    root file system  the image's, writable: copy on write, by the engine's storage driver
+    capabilities      those with which a root installs packages and changes users; none over the
+                      machine, the network or other processes' memory
+    system calls      those of a worker, and sockets, terminals, locks and System V's; no other
+                      families of sockets than Unix, IP and netlink, no io_uring, bpf, keys or
+                      namespaces
+    network           loopback alone, or a network of the engine that the caller names
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from agentloop.sandbox.backend import read_profile
+from agentloop.sandbox.computer import toolbox
+from agentloop.sandbox.computer.channel import ComputerChannel
+from agentloop.sandbox.container import NEVER_ENDED, ContainerEngine, create_container, walls
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.owner import make_dir
+from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.settings import PoolSettings
+
+SOCKET_FOLDER = "/run/agentloop/socket"
+CAPS = (
+    *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETFCAP", "SETGID", "SETUID", "KILL"),
+    *("NET_BIND_SERVICE", "SYS_CHROOT"),
+    "SETPCAP",  # of the first process alone (guest.py)
+)
+# What a computer's programs call and a worker's may not, or only with some arguments.
+SYSTEM_CALLS = """
+accept accept4 bind listen getsockopt setsockopt socketpair fcntl flock ioctl mmap memfd_create
+inotify_init inotify_init1 inotify_add_watch inotify_rm_watch personality chroot mknod mknodat
+setfsuid setfsgid setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+io_setup io_submit io_getevents io_pgetevents io_cancel io_destroy ioprio_get ioprio_set
+shmget shmat shmdt shmctl semget semop semtimedop semctl msgget msgsnd msgrcv msgctl
+mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr
+ptrace process_vm_readv process_vm_writev pidfd_getfd process_mrelease process_madvise
+sched_setattr sched_getattr sched_setparam sched_setscheduler sched_rr_get_interval
+sync syncfs mlockall munlockall remap_file_pages modify_ldt get_thread_area set_thread_area
+restart_syscall fchmodat2 cachestat clock_adjtime adjtimex getpgid swapcontext
+"""
+SOCKET_FAMILIES = (1, 2, 10, 16)  # Unix, IPv4, IPv6, netlink
+ENOSYS = 38
+
+
+@cache
+def read_computer_profile() -> str:
+    """Return the seccomp profile of computers, in the Engine's JSON: a worker's, widened."""
+    profile = json.loads(read_profile())
+    rows = [
+        row
+        for row in profile["syscalls"]
+        if row["names"] in (["clone"], ["clone3"])
+        or (row["action"] == "SCMP_ACT_ALLOW" and not row.get("args"))
+    ]
+    rows.append({"names": SYSTEM_CALLS.split(), "action": "SCMP_ACT_ALLOW"})
+    for family in SOCKET_FAMILIES:
+        is_family = {"index": 0, "value": family, "op": "SCMP_CMP_EQ"}
+        rows.append({"names": ["socket"], "action": "SCMP_ACT_ALLOW", "args": [is_family]})
+    # Programs take what a kernel lacks into account, and not what it forbids.
+    return json.dumps({**profile, "defaultErrnoRet": ENOSYS, "syscalls": rows})
+
+
+@dataclass(frozen=True)
+class ComputerLimits:
+    """The limits of a computer, for all of its processes together.
+
+    Attributes:
+        memory_mib: memory; files in memory and what the kernel holds count as well.
+        processes: processes and threads.
+        cpus: processors' worth of time.
+        disk_mib: files written beside the image's. A computer that holds more is ended, which is
+            looked for every few seconds.
+    """
+
+    memory_mib: int = 2048
+    processes: int = 512
+    cpus: float = 1.0
+    disk_mib: int = 10_240
+
+    def __post_init__(self) -> None:
+        for name in ("memory_mib", "processes", "cpus", "disk_mib"):
+            least = {"memory_mib": 32, "processes": 8}.get(name, 0.01)
+            if getattr(self, name) < least:
+                raise ValueError(f"limits: {name}: must be at least {least}")
+
+
+@dataclass(frozen=True)
+class ComputerSpec:
+    """The start of a computer. Computers with the same can take each other's place."""
+
+    image: str
+    network: str
+    limits: ComputerLimits
+
+
+@dataclass(frozen=True, eq=False)
+class ComputerMachine:
+    """A container with its first process; it is removed when its channel is lost.
+
+    Attributes:
+        config: the image's configuration.
+    """
+
+    spec: ComputerSpec
+    channel: ComputerChannel
+    name: str
+    config: Mapping[str, Any]
+
+
+def machine_config(
+    spec: ComputerSpec,
+    settings: PoolSettings,
+    folder: Path,
+    tools: Path,
+    caps: tuple[str, ...] = (),
+) -> JsonObject:
+    """Return the container of a computer, in the Engine's words.
+
+    Args:
+        caps: further capabilities of the first process.
+    """
+    limits = spec.limits
+    common = walls(settings, limits.memory_mib << 20, limits.processes)
+    return {
+        "Image": spec.image,
+        "Entrypoint": toolbox.command(f"{SOCKET_FOLDER}/computer"),
+        "Cmd": [],
+        "User": "0:0",
+        "WorkingDir": "/",
+        "Hostname": "computer",
+        "Healthcheck": {"Test": ["NONE"]},
+        "HostConfig": common
+        | {
+            "ReadonlyRootfs": False,
+            # The first process raises the score of all others, and they can't lower it.
+            **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
+            "CapAdd": [*CAPS, *caps],
+            "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_computer_profile()}"],
+            "NanoCpus": int(limits.cpus * 1e9),
+            "NetworkMode": spec.network,
+            "IpcMode": "private",
+            "Mounts": [_mount(folder, SOCKET_FOLDER), _mount(tools, toolbox.INSIDE)],
+        },
+    }
+
+
+def _mount(source: Path, target: str) -> JsonObject:
+    return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
+
+
+@asynccontextmanager
+async def start_machine(
+    engine: ContainerEngine,
+    settings: PoolSettings,
+    spec: ComputerSpec,
+    config: Mapping[str, Any],
+    tools: Path,
+    id: str,
+) -> AsyncIterator[ComputerMachine]:
+    """Start a container, and wait until its first process has connected.
+
+    Raises:
+        SandboxUnavailable: it was not ready in time, or ended.
+        aiodocker.DockerError, OSError: the engine refused it.
+    """
+    channel = ComputerChannel()
+    outer = make_dir()  # 0700: keeps everybody on the host out
+    try:
+        inner = outer / "socket"
+        inner.mkdir(mode=0o755)
+        path = inner / "computer"
+        loop = asyncio.get_running_loop()
+        server = await loop.create_unix_server(lambda: channel, str(path))
+        try:
+            os.chmod(path, 0o777)
+            container_config = machine_config(spec, settings, inner, tools, engine.caps)
+            async with create_container(engine, container_config, id, "computer") as container:
+                async with engine.starting:  # no deadline: each start has one
+                    await container.start()
+                    with anyio.move_on_after(settings.start_timeout_s):
+                        await channel.ready_or_lost.wait()
+                if not channel.ready_or_lost.is_set() or channel.disconnected.is_set():
+                    raise SandboxUnavailable(
+                        f"a computer of {spec.image} did not start: its first process has ended, "
+                        f"or was not ready within {settings.start_timeout_s:g} s"
+                    )
+                server.close()  # before anything else runs inside
+                shutil.rmtree(outer)
+                yield ComputerMachine(spec, channel, f"agentloop-computer-{id}", config)
+        finally:
+            server.close()
+    finally:
+        channel.lose("it was closed")
+        shutil.rmtree(outer, ignore_errors=True)
