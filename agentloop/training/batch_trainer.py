@@ -34,7 +34,6 @@ from agentloop.training.weight_sync.loop import WeightSyncLoop
 __all__ = ["BatchTrainer"]
 
 
-
 class BatchTrainer:
     """Runs the training steps of a run, and what is due after each of them."""
 
