@@ -142,7 +142,7 @@ class RolloutMetrics:
 
     @property
     def with_signal(self) -> str:
-        """How many groups have a learning signal, such as `6 of 8`."""
+        """The number of groups with a learning signal, such as `6 of 8`."""
         return f"{(self.groups_with_signal or 0.0) * self.num_groups:.0f} of {self.num_groups}"
 
     def row(self) -> dict[str, float | None]:

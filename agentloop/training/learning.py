@@ -44,7 +44,7 @@ Rows = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What a run has learned, and whether its last steps had nothing to learn from."""
+    """The words for what a run learns, and whether its last steps had nothing to learn from."""
 
     text: str
     is_stuck: bool
