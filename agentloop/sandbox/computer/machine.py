@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -192,8 +192,13 @@ async def start_machine(
         try:
             os.chmod(path, 0o777)
             container_config = machine_config(spec, settings, inner, tools, engine.caps)
-            async with create_container(engine, container_config, id, "computer") as container:
+            async with AsyncExitStack() as stack:
+                # Created only when its turn has come: where we are killed meanwhile, the engine
+                # removes what has been started, and the next pool of this machine the rest.
                 async with engine.starting:  # no deadline: each start has one
+                    container = await stack.enter_async_context(
+                        create_container(engine, container_config, id, "computer")
+                    )
                     await container.start()
                     with anyio.move_on_after(settings.start_timeout_s):
                         await channel.ready_or_lost.wait()
