@@ -95,6 +95,7 @@ def test_counting_policies_see_counts() -> None:
     two = make_policy("power_of_two", books).choose(ask(), RANKS[2:], now_s=0.0)
     assert two.rank == RANKS[3]
     sticky = make_policy("sticky_least_loaded", books)
+    assert isinstance(sticky, StickyLeastLoaded)
     sticky.choose(ask(), RANKS, now_s=0.0)
     for number in range(9):
         hold(books, RANKS[3], f"t{number}")

@@ -109,8 +109,8 @@ class TaskSource(ABC):
             other = training.model_copy(update={"split": split})
             source = _SplitTasks(
                 settings.held_out,
-                _ListedTasks(training, read_tasks(training), "tasks"),
-                _ListedTasks(training, read_tasks(other), "tasks"),
+                _ListedTasks(training, read_tasks(training), "tasks", env),
+                _ListedTasks(training, read_tasks(other), "tasks", env),
             )
         else:
             source = _ListedTasks(settings, read_tasks(settings), "tasks", env)
