@@ -10,7 +10,7 @@ from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
-from bench.gateway_policies import POLICIES, make_policy
+from bench.gateway_policies import POLICIES, StickyLeastLoaded, make_policy
 
 RANKS = [DataParallelRank(name) for name in "abcd"]
 
