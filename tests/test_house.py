@@ -455,8 +455,8 @@ BUDGET = {
     "agentloop": 60_550,
     "agentloop.sandbox": 11_810,
     "agentloop.learner": 4_350,
-    "bench": 8_530,
-    "tests": 75_320,
+    "bench": 8_750,
+    "tests": 75_340,
     "tools": 1_400,
 }
 
