@@ -144,11 +144,13 @@ class EditFile(_ComputerTool):
         if not old:
             text = new
         else:
+            # no deadline: each chunk has one
             before = (await self.state.read(path)).decode("utf-8", "surrogateescape")
             if (num := before.count(old)) != 1:
                 found = f"occurs {num} times" if num else "does not occur"
                 text = f"[error] the old text {found} in {path}: nothing was changed"
                 return ToolOutput(ToolCallStatus.ERROR, text)
             text = before.replace(old, new)
+        # no deadline: each chunk has one
         await self.state.write(path, text.encode("utf-8", "surrogateescape"))
         return ToolOutput(ToolCallStatus.OK, f"{path} was written")

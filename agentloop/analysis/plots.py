@@ -80,7 +80,13 @@ PANELS = {
 
 _USUAL = (
     "signal",
-    *("reward", "tool_errors", "lengths", "throughput", "entropy", "mismatch", "times"),
+    "reward",
+    "tool_errors",
+    "lengths",
+    "throughput",
+    "entropy",
+    "mismatch",
+    "times",
 )
 _SUPERVISED = ("loss", "entropy")  # for runs that have only these
 # Okabe and Ito, "Color Universal Design": distinct for all color vision, mostly also in grey.
@@ -237,7 +243,7 @@ def _panels(names: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
     if not names:
         for usual in (_USUAL, _SUPERVISED):
             chosen = [PANELS[name] for name in usual if _names(PANELS[name]) & available]
-            if PANELS[usual[0]] in chosen or (chosen and usual is _SUPERVISED):
+            if PANELS["reward"] in chosen or (chosen and usual is _SUPERVISED):
                 return chosen + _of_environments(available)
         return [PANELS[name] for name in _USUAL]  # no data yet: plot empty axes
     panels = []

@@ -154,9 +154,7 @@ class Page:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         async with aclosing(self._data.frames(request.headers.get("Last-Event-ID"))) as frames:
-            return await self._send_events(
-                request, (_event("frame", data, frame_id) async for frame_id, data in frames)
-            )
+            return await self._send_events(request, _frame_events(frames))
 
     async def _rollout_stream(self, request: web.Request) -> web.StreamResponse:
         async with aclosing(self._data.rollout_events(request.match_info["id"])) as events:
@@ -176,14 +174,14 @@ class Page:
         stream, transport = EventStream(request, timeout_s=self._io_timeout_s), request.transport
         if transport is not None:  # otherwise the reader has left
             self._streaming.add(transport)
-        try:
-            with suppress(ConnectionResetError):
-                async with stream.alive():
+        with suppress(ConnectionResetError):
+            async with stream.alive():
+                try:
                     async for event in events:  # no deadline: ends when the reader leaves
                         await stream.send(event)  # no deadline: it has one
-        finally:
-            if transport is not None:
-                self._streaming.discard(transport)
+                finally:  # before any other task runs: a shutdown must not cut off the last event
+                    if transport is not None:
+                        self._streaming.discard(transport)
         return stream.response
 
     async def _end_streams(self, app: web.Application) -> None:
@@ -238,6 +236,11 @@ def _as_json(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamRe
         return web.Response(body=encoded, status=status, content_type="application/json")
 
     return handle
+
+
+async def _frame_events(frames: AsyncIterator[tuple[str, bytes]]) -> AsyncIterator[bytes]:
+    async for frame_id, data in frames:  # no deadline: ends when the reader leaves
+        yield _event("frame", data, frame_id)
 
 
 def _event(name: str, data: bytes, id: str = "") -> bytes:

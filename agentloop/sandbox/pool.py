@@ -380,7 +380,7 @@ class Pool:
                 if isinstance(content, Path):
                     await box.put(content, path)
                 else:
-                    await box.write(path, content)
+                    await box.write(path, content)  # no deadline: each chunk has one
             yield box
 
     async def warm_computers(
@@ -421,7 +421,7 @@ class Pool:
     ) -> None:
         async with open_fleet(engine, self.settings) as fleet:
             task_status.started(fleet)
-            await anyio.sleep_forever()
+            await anyio.sleep_forever()  # no deadline: the pool's end cancels it
 
     def _container_engine(self, what: str) -> ContainerEngine:
         """Return the engine on this machine. Raises ProgramUnsupported, RuntimeError."""

@@ -228,7 +228,7 @@ class FileRequest:
     async def finish(self) -> None:
         """Wait for the end of a child that writes nothing."""
         self.end_data()
-        async for _ in self.chunks():
+        async for _ in self.chunks():  # no deadline: each chunk has one
             pass
 
     def check(self) -> None:

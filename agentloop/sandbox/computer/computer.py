@@ -321,7 +321,7 @@ class Computer:
         data = bytearray()
         async with self._file("read", user, path=self._absolute(path), max_bytes=max_bytes) as file:
             file.end_data()
-            async for chunk in file.chunks():
+            async for chunk in file.chunks():  # no deadline: each chunk has one
                 data += chunk
         return bytes(data)
 
@@ -494,7 +494,7 @@ class Computer:
         async with open_computer(self._fleet, spec, self.user, self.workdir, self.env) as box:
             async with self._changes(keep) as source, box._file("apply_changes", "root") as target:
                 num_bytes = 0
-                async for data in source.chunks():
+                async for data in source.chunks():  # no deadline: each chunk has one
                     num_bytes += len(data)
                     if num_bytes > spec.limits.disk_mib << 20:  # such as of a file with holes
                         raise OSError(27, f"its files have more than {spec.limits.disk_mib} MiB")
@@ -524,7 +524,7 @@ async def open_computer(
 
 async def _copy(file: FileRequest, target: IO[bytes], max_bytes: int) -> None:
     num_bytes = 0
-    async for data in file.chunks():
+    async for data in file.chunks():  # no deadline: each chunk has one
         num_bytes += len(data)
         if num_bytes > max_bytes:
             raise ValueError(f"larger than {max_bytes} bytes")

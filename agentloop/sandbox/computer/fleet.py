@@ -276,6 +276,7 @@ class Fleet:
                 async with self.engine.docker._query(
                     "events", params={"filters": filters}, timeout=endless
                 ) as events:
+                    # no deadline: events come while the engine runs
                     async for line in events.content:
                         name = orjson.loads(line)["Actor"]["Attributes"]["name"]
                         for machine in self.machines:

@@ -69,7 +69,9 @@ def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> Non
 
 def test_the_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest() -> None:
     recipe = [RECIPES / "laptop.toml"]
-    settings = load_settings(TrainSettings, recipe, ["ranks.nodes=2", "ranks.nproc_per_node=2"])
+    one_each = ["sft.ranks.nproc_per_node=1", "sft.ranks.threads=2"]
+    several = [*one_each, "ranks.nodes=2", "ranks.nproc_per_node=2"]
+    settings = load_settings(TrainSettings, recipe, several)
     nodes = nodes_from(["3x4"])
     made = ClusterPlan(settings, nodes, nodes[0].name)
     rows = [(row["process"], row["node"], row["cpus"]) for row in made.rows()]
@@ -79,7 +81,7 @@ def test_the_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest()
     assert "WORLD_SIZE=2" in made.rows()[1]["command"]
     names = [placement.process.name for placement in made.sft_placements]
     assert names == ["trainer", "rank 0", "rank 1"]
-    settings = load_settings(TrainSettings, recipe, ["ranks.nproc_per_node=1"])
+    settings = load_settings(TrainSettings, recipe, [*one_each, "ranks.nproc_per_node=1"])
     with pytest.raises(PlacementError, match=r"no place for trainer to rank 0 .*needs 3 CPUs"):
         ClusterPlan(settings, [*nodes_from(["1x2"]), *nodes[1:]], "node-1")
 

@@ -76,10 +76,8 @@ def test_no_sample_is_too_stale_and_each_group_finishes_once(
         assert run.slots.next_batch - run.slots.live <= max_staleness + 1
     # What is open finishes, in any order: then all that was admitted has ended, but for what is
     # too little for a batch.
-    while run.slots.open:
-        run.do("finish", 0)
-        while run.slots.live < run.slots.next_batch:
-            run.do("live", 0)
+    while run.slots.open or run.slots.live < run.slots.next_batch:
+        run.do("live" if run.slots.live < run.slots.next_batch else "finish", 0)
     assert max(run.staleness, default=0) <= max_staleness
     assert set(run.ended.values()) <= {1}
     assert len(run.live_at_admission) - len(run.ended) == len(run.slots) < size
