@@ -55,6 +55,9 @@ def coin(trajectory: Trajectory, task: Task) -> float | None:
 class Said:
     """Progress lines, kept."""
 
+    line = ""
+    status = None
+
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -118,7 +121,8 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
     assert "|learner - engine|: mean" in printed.out
     watch, *others = said.lines
     assert watch.startswith("Watch it: http://127.0.0.1:")
-    assert len(others) == 4
+    assert len(others) == 5
+    assert others[-1].startswith("held out 0.")
     page.run(only="runs export")
     assert (tmp_path / "models/mine/model.safetensors").stat().st_size > 1_000_000
 
