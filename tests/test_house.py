@@ -456,7 +456,7 @@ BUDGET = {
     "agentloop.sandbox": 11_810,
     "agentloop.learner": 4_350,
     "bench": 8_750,
-    "tests": 75_340,
+    "tests": 75_360,
     "tools": 1_400,
 }
 
