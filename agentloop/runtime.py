@@ -36,8 +36,6 @@ from agentloop.agent.threads import in_daemon_thread
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Tool, Tools
 from agentloop.aio import LimiterVar, task_group
-from agentloop.api.guard import ServeSettings
-from agentloop.api.session_listener import SessionListener, listening_for_sessions
 from agentloop.config import load_settings, with_values
 from agentloop.environments.agent import conversation_of
 from agentloop.environments.tasks.task import Task
@@ -62,6 +60,8 @@ from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import play_siblings
 from agentloop.rollouts.stream import FinishedGroup, finished_groups
 from agentloop.sandbox import Pool, PoolSettings
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.sessions import SessionListener, listening_for_sessions
 from agentloop.trajectory import Message, Trajectory
 
 __all__ = ["Runtime", "Settings"]

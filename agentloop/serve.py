@@ -1,4 +1,4 @@
-"""`agentloop serve`: serve the agent over HTTP until it is stopped. Routes: service.py."""
+"""`agentloop serve`: serve the agent over HTTP until it is stopped. Routes: serving/app.py."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from agentloop.api.listen import bind
 from agentloop.cli import chat, console
 from agentloop.cli.environment_settings import AskSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import load, set_up
-from agentloop.environments.served import ServedAgent
 from agentloop.environments.tasks.task import Task
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.observe.throughput import Throughput
 from agentloop.runtime import Runtime, Settings
-from agentloop.service import AgentService, listening
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import count_of
+from agentloop.serving.app import AgentService, listening
+from agentloop.serving.environments import ServedAgent
+from agentloop.serving.listen import bind
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import count_of
 from agentloop.trajectory import Message
 
 __all__ = ["main"]

@@ -63,14 +63,14 @@ from agentloop.training.learner_client.protocol import (
     StepReply,
     StepRequest,
 )
-from agentloop.training.loop import TrainingLoop
-from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.queue import GroupQueue
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.settings import LoopSettings
+from agentloop.training.loop.steps import Steps
+from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.rollouts import Rollouts
-from agentloop.training.run_context import RunContext
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import RunStatus
-from agentloop.training.steps import Steps
+from agentloop.training.run.context import RunContext
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import RunStatus
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory

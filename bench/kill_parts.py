@@ -41,9 +41,9 @@ from agentloop.runtime import Settings
 from agentloop.training import wiring
 from agentloop.training.learner_client import client as learner_module
 from agentloop.training.learner_client.client import KeptLearner
-from agentloop.training.queue import GroupQueue
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import RunStatus
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import (
     Message,
     StopReason,

@@ -37,14 +37,14 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
 from agentloop.agent.sessions import ModelSession, ModelSessions, SessionSettings
 from agentloop.aio import collect_garbage_rarely
-from agentloop.api.answering import Answering
-from agentloop.api.bare_model import SESSION_ROUTES, BareModel
-from agentloop.api.error_responses import ErrorResponses
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.sandbox.openapi import add_routes
+from agentloop.serving.answering import Answering
+from agentloop.serving.bare_model import SESSION_ROUTES, BareModel
+from agentloop.serving.error_responses import ErrorResponses
 from agentloop.trajectory import TurnEnd
 
 PROTOCOLS = ("chat/completions", "responses", "messages")
@@ -310,13 +310,16 @@ async def _histories(options: argparse.Namespace) -> None:
 
 # What is counted for each part: functions by their files, none of which calls another one.
 _PARTS: dict[str, tuple[tuple[str, str], ...]] = {
-    "read, parse and validate the body": (("api/http.py", "read_body"), ("exchange.py", "parse")),
+    "read, parse and validate the body": (
+        ("serving/http.py", "read_body"),
+        ("exchange.py", "parse"),
+    ),
     "recognise the history": (("sessions/tree.py", "match"), ("history.py", "context_key")),
     "render the new messages": (("agent/continuation.py", "_after"),),
     "encode them": (("agent/encoder.py", "encode_marked"),),
     "read the sampled tokens, find calls": (("agent/turn_reader.py", "take"),),
-    "make the answer's message": (("api/chat_completions.py", "completion"),),
-    "write the answer": (("api/http.py", "send_whole"),),
+    "make the answer's message": (("serving/protocols/chat/chat_completions.py", "completion"),),
+    "write the answer": (("serving/http.py", "send_whole"),),
 }
 _ROLLOUT = ("agent/rollout.py", "run"), ("agent/turn_reader.py", "take")
 _HANDLING = ("aiohttp/web_protocol.py", "_handle_request")

@@ -106,7 +106,7 @@ def is_composer(name: str) -> bool:
     """A command, the runtime, a training run or the HTTP application: they may import all."""
     return within(name, "agentloop.cli") or name in {
         "agentloop.__main__",
-        "agentloop.service",
+        "agentloop.serving.app",
         "agentloop.runtime",
         "agentloop.serve",
         "agentloop.training.wiring",
@@ -125,12 +125,12 @@ MAY_IMPORT = {
         "agentloop.sandbox",
         *BOTTOM,
     },
-    "agentloop.api": {
-        "agentloop.api",
+    "agentloop.serving": {
+        "agentloop.serving",
         "agentloop.agent",
         "agentloop.inference",
-        "agentloop.sandbox.guard",
-        "agentloop.sandbox.openapi",
+        "agentloop.environments",
+        "agentloop.sandbox",
         *BOTTOM,
     },
     "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},
@@ -177,7 +177,7 @@ MAY_IMPORT = {
         "agentloop.agent",
         "agentloop.inference",
         "agentloop.rollouts",
-        "agentloop.training.run_folder",
+        "agentloop.training.run.folder",
         *BOTTOM,
     },
     "agentloop.observe": {
@@ -186,8 +186,8 @@ MAY_IMPORT = {
         "agentloop.agent.chat_format",
         "agentloop.agent.sessions.tree",
         "agentloop.agent.text_stream",
-        "agentloop.api.http",
-        "agentloop.api.requests",
+        "agentloop.serving.http",
+        "agentloop.serving.requests",
         "agentloop.rollouts.record",
         *BOTTOM,
     },

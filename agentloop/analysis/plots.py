@@ -21,7 +21,7 @@ from agentloop.analysis.run_list import read_metrics
 from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import number_of
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

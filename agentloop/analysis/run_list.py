@@ -20,8 +20,8 @@ from typing import Any
 import orjson
 
 from agentloop.plain_json import number_of, read_rows
-from agentloop.training.position import Phase, Position, Stages
-from agentloop.training.run_folder import checkpoints_in, is_active
+from agentloop.training.recovery.position import Phase, Position, Stages
+from agentloop.training.run.folder import checkpoints_in, is_active
 
 Row = Mapping[str, Any]
 

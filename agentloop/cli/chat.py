@@ -43,8 +43,8 @@ from agentloop.events import (
 )
 from agentloop.observe.event_fanout import EventFanout
 from agentloop.rollouts.request import GroupRequest
-from agentloop.training.run_folder import RunFolder, config_of
-from agentloop.training.run_status import count_of
+from agentloop.training.run.folder import RunFolder, config_of
+from agentloop.training.run.status import count_of
 from agentloop.trajectory import (
     Message,
     StopReason,

@@ -33,7 +33,7 @@ import anyio.lowlevel
 from agentloop.aio import collect_garbage_rarely, exempt_from_collection, task_group
 from agentloop.distribution import conflict
 from agentloop.errors import AgentLoopError, leaves, place_of, sole, summary_of, user_entries
-from agentloop.training.run_status import RunStatus, clock
+from agentloop.training.run.status import RunStatus, clock
 
 if TYPE_CHECKING:
     import pydantic

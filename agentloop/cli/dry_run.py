@@ -22,7 +22,7 @@ from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError
 from agentloop.sandbox import SandboxError
-from agentloop.training.run_folder import require_new
+from agentloop.training.run.folder import require_new
 
 __all__ = ["Findings", "check_start"]
 

@@ -14,7 +14,7 @@ from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import TasksSettings
 from agentloop.environments.tasks.task import Task
 from agentloop.runtime import Settings
-from agentloop.training.run_folder import RunSettings
+from agentloop.training.run.folder import RunSettings
 
 __all__ = ["PAGE", "AskSettings", "EnvironmentRunSettings"]
 

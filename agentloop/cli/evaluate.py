@@ -21,7 +21,6 @@ import httpx
 import pydantic
 
 from agentloop.aio import task_group
-from agentloop.api.guard import ServeSettings
 from agentloop.cli import console
 from agentloop.cli.dry_run import Findings, check_start
 from agentloop.cli.environment_settings import EnvironmentRunSettings
@@ -54,9 +53,10 @@ from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime
 from agentloop.sandbox import Pool
-from agentloop.training.position import resume_command
-from agentloop.training.run_folder import RunFolder, config_of
-from agentloop.training.run_status import RunStatus, count_of
+from agentloop.serving.access import ServeSettings
+from agentloop.training.recovery.position import resume_command
+from agentloop.training.run.folder import RunFolder, config_of
+from agentloop.training.run.status import RunStatus, count_of
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main", "tasks_of"]
 

@@ -19,10 +19,10 @@ from agentloop.cli.sft import require_learner
 from agentloop.cli.train_settings import TrainSettings, learner_settings
 from agentloop.config import load_settings
 from agentloop.training.learner_client.client import KeptLearner
-from agentloop.training.learner_record import LearnerRecord
-from agentloop.training.replay import Replay, ReplayedStep, Replayer
-from agentloop.training.run_folder import config_of
-from agentloop.training.token_difference import TokenDifferences
+from agentloop.training.recovery.learner_record import LearnerRecord
+from agentloop.training.recovery.replay import Replay, ReplayedStep, Replayer
+from agentloop.training.run.folder import config_of
+from agentloop.training.run.token_difference import TokenDifferences
 
 __all__ = ["replay", "step_range"]
 

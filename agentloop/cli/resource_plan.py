@@ -53,7 +53,7 @@ from agentloop.models import SMALL, not_a_model
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 
 __all__ = [
     "Disk",

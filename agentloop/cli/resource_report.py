@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from agentloop.cli.resource_plan import Plan, num_trained
 from agentloop.cli.train_settings import lends_memory
 from agentloop.cli.units import amount, number, size
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 
 __all__ = ["report"]
 

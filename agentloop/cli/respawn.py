@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentloop.inference.processes.restarts import Restarts
-from agentloop.training.position import resume_command
+from agentloop.training.recovery.position import resume_command
 
 __all__ = ["is_child", "run_with_restarts", "tell_run"]
 

@@ -18,8 +18,6 @@ import anyio
 from aiohttp import web
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.api.guard import ApiGuard, ServeSettings
-from agentloop.api.listen import bind, serving
 from agentloop.cli import console
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, message_of, sole
@@ -34,9 +32,11 @@ from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
 from agentloop.observe.runs import of_start, origin_of, start_metrics
 from agentloop.runtime import Runtime
-from agentloop.training.learning import headline
-from agentloop.training.loop import TrainingLoop
-from agentloop.training.run_folder import RunFolder
+from agentloop.serving.access import ApiGuard, ServeSettings
+from agentloop.serving.listen import bind, serving
+from agentloop.training.loop.training_loop import TrainingLoop
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.learning import headline
 
 __all__ = ["RunDashboard"]
 

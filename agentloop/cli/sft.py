@@ -14,7 +14,6 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
-from agentloop.api.guard import ServeSettings
 from agentloop.cli import console
 from agentloop.cli.environment_settings import PAGE
 from agentloop.cli.run_dashboard import RunDashboard
@@ -24,6 +23,7 @@ from agentloop.errors import SettingsError
 from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
+from agentloop.serving.access import ServeSettings
 from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import KeptLearner, Spawn, spawn_here
 from agentloop.training.learner_client.launch import RanksSettings
@@ -32,10 +32,10 @@ from agentloop.training.learner_client.settings import (
     SftLearnerSettings,
     TrainingSettings,
 )
-from agentloop.training.position import telling_how_to_continue
-from agentloop.training.run_folder import RunFolder, RunSettings, config_of
-from agentloop.training.run_status import count_of
-from agentloop.training.sft import (
+from agentloop.training.recovery.position import telling_how_to_continue
+from agentloop.training.run.folder import RunFolder, RunSettings, config_of
+from agentloop.training.run.status import count_of
+from agentloop.training.sft.fine_tuning import (
     DialogueSource,
     DialoguesSettings,
     FineTuningPlan,

@@ -51,10 +51,10 @@ from agentloop.training.learner_client.settings import (
     RlLearnerSettings,
     SftLearnerSettings,
 )
-from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import count_of
-from agentloop.training.sft import (
+from agentloop.training.loop.settings import LoopSettings
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import count_of
+from agentloop.training.sft.fine_tuning import (
     Dialogue,
     DialogueSource,
     DialoguesSettings,

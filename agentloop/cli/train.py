@@ -19,7 +19,7 @@ from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_dry_run import print_plan
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.errors import SettingsError
-from agentloop.training.position import Phase, Position, Stages, display_path
+from agentloop.training.recovery.position import Phase, Position, Stages, display_path
 from agentloop.training.wiring import train
 
 __all__ = ["TrainSettings", "main", "train"]

@@ -16,7 +16,7 @@ from agentloop.errors import SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
-from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.weight_sync.process_group import GROUP_TIMEOUT_S
 
 __all__ = ["check_settings", "require_machine"]

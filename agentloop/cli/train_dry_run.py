@@ -18,7 +18,7 @@ from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_settings import TrainSettings, fine_tuning
 from agentloop.environments.environment import Environment
 from agentloop.environments.tasks.sources import Task
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 from agentloop.training.wiring import open_tasks
 
 __all__ = ["print_plan"]

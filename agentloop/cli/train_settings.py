@@ -16,12 +16,12 @@ from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
 from agentloop.observe.watchdog import WatchdogSettings
 from agentloop.training.cluster.settings import ClusterSettings
-from agentloop.training.collapse import CollapseSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings
-from agentloop.training.loop_settings import LoopSettings, StageSettings
+from agentloop.training.loop.settings import LoopSettings, StageSettings
+from agentloop.training.run.collapse import CollapseSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 
 __all__ = [

@@ -47,7 +47,7 @@ Grade = Callable[[Trajectory], Awaitable[Reward]]
 
 
 class SessionOpener(Protocol):
-    """Opens and serves sessions; implemented by `agentloop.api.session_listener`.
+    """Opens and serves sessions; implemented by `agentloop.serving.sessions`.
 
     Attributes:
         sessions: the open ones.

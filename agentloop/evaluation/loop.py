@@ -30,7 +30,7 @@ from agentloop.rollouts.record import RolloutGroup
 from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.rollouts.stream import finished_groups
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory
 
 __all__ = ["Evaluation", "EvaluationSettings", "Outcome"]

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import anyio
 from aiohttp import web
 
-from agentloop.api.http import EventStream, read_body
-from agentloop.api.requests import load_object
 from agentloop.errors import AgentLoopError, NotThere, RequestError
 from agentloop.observe.perfetto import trace_of
 from agentloop.plain_json import dumps
+from agentloop.serving.http import EventStream, read_body
+from agentloop.serving.requests import load_object
 
 _WEB = Path(__file__).resolve().with_name("web")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}

@@ -61,26 +61,26 @@ from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.cluster.rollout_host import OpenedRollouts
-from agentloop.training.collapse import CollapseSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.learner_record import LearnerRecord, record_learner
-from agentloop.training.loop import TrainingLoop
-from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.position import telling_how_to_continue
-from agentloop.training.queue import GroupQueue
-from agentloop.training.resume import load_newest
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.settings import LoopSettings, StageSettings
+from agentloop.training.loop.steps import Steps
+from agentloop.training.loop.training_loop import TrainingLoop
+from agentloop.training.recovery.learner_record import LearnerRecord, record_learner
+from agentloop.training.recovery.position import telling_how_to_continue
+from agentloop.training.recovery.resume import load_newest
+from agentloop.training.recovery.undo import finish_undo, undo
 from agentloop.training.rollouts import Rollouts
-from agentloop.training.run_context import RunContext
-from agentloop.training.run_control import RunControl
-from agentloop.training.run_folder import RunFolder, config_of
-from agentloop.training.run_status import count_of
-from agentloop.training.steps import Steps
+from agentloop.training.run.collapse import CollapseSettings
+from agentloop.training.run.context import RunContext
+from agentloop.training.run.control import RunControl
+from agentloop.training.run.folder import RunFolder, config_of
+from agentloop.training.run.status import count_of
 from agentloop.training.teacher_client import open_teacher
-from agentloop.training.undo import finish_undo, undo
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
 

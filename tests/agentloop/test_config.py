@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.api.guard import ServeSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import (
     describe_settings,
@@ -22,6 +21,7 @@ from agentloop.config import (
     to_toml,
 )
 from agentloop.errors import SettingsError
+from agentloop.serving.access import ServeSettings
 
 
 class Server(pydantic.BaseModel):

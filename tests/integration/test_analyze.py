@@ -22,7 +22,7 @@ from agentloop.models import SMALL
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory, Turn, TurnEnd, VersionSpan
 from tests.learner import plain
 

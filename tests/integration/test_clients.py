@@ -20,8 +20,8 @@ import openai
 import pytest
 
 from agentloop.errors import ServerUnavailable
-from tests.agentloop.api.test_bare_model import trajectories
-from tests.agentloop.test_service import CHAT, HELLO, THEIRS, Service, says, service
+from tests.agentloop.serving.test_app import CHAT, HELLO, THEIRS, Service, says, service
+from tests.agentloop.serving.test_bare_model import trajectories
 from tests.integration.conftest import need
 from tests.patience import patient
 from tests.support import END, Step, call_text, eventually, written

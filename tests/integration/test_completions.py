@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from agentloop import Runtime, Sampling, Settings
-from agentloop.api.guard import ServeSettings
-from agentloop.api.listen import bind
 from agentloop.sandbox import PoolSettings
-from agentloop.service import AgentService, listening
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.app import AgentService, listening
+from agentloop.serving.listen import bind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -13,10 +13,10 @@ import pytest
 from agentloop import Runtime, Sampling, Settings
 from agentloop.agent.constraints import OutputRules, constraint_of
 from agentloop.agent.formats import FAMILIES, HERMES, Family
-from agentloop.api.guard import ServeSettings
-from agentloop.api.listen import bind
 from agentloop.sandbox import PoolSettings
-from agentloop.service import AgentService, listening
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.app import AgentService, listening
+from agentloop.serving.listen import bind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -21,13 +21,13 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
 from agentloop.agent.tools import Tools
 from agentloop.agent.truncation import truncate
-from agentloop.api.guard import ServeSettings
-from agentloop.api.listen import bind
 from agentloop.events import CallStarted, Event, TurnSampled
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
 from agentloop.sandbox import PoolSettings
-from agentloop.service import AgentService, listening
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.app import AgentService, listening
+from agentloop.serving.listen import bind
 from agentloop.trajectory import ToolCall
 from tests.agentloop.agent.real_models import control_tokens, template_of
 from tests.patience import patient

@@ -20,8 +20,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, expect
 
 from agentloop.agent.rollout import Budget
-from agentloop.api.guard import ServeSettings
-from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.environments.rewards.reward import Grader, RewardSettings
@@ -34,11 +32,13 @@ from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
-from agentloop.service import AgentService, listening
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.app import AgentService, listening
+from agentloop.serving.listen import bind
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import RunStatus
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.agentloop.observe.test_archive import rollout
 from tests.integration.page import browser, looking, violations

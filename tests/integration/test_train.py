@@ -14,7 +14,7 @@ from agentloop.cli.replay import replay
 from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
-from agentloop.training.run_status import RunStatus
+from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import Trajectory
 from tests.integration.quickstart import QuickStart
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.api.session_listener import listening_for_sessions
 from agentloop.distribution import is_installed
 from agentloop.environments.adapters import verifiers_v1
 from agentloop.environments.environment import EnvSettings, load, open_tasks
@@ -21,8 +20,9 @@ from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.serving.sessions import listening_for_sessions
 from tests.agentloop.environments.test_agent_url import Listening
-from tests.agentloop.test_service import CHAT, says
+from tests.agentloop.serving.test_app import CHAT, says
 from tests.integration.conftest import need
 from tests.patience import patient
 from tests.rollouts import records_of

@@ -20,13 +20,13 @@ from agentloop.training.learner_client.settings import (
     LearnerSettings,
     OptimizerSettings,
 )
-from agentloop.training.learner_record import LearnerRecord, record_learner
-from agentloop.training.queue import GroupQueue, StepNotes
-from agentloop.training.replay import Replay, ReplayedStep, Replayer
-from agentloop.training.resume import load_newest
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.steps import Steps
-from agentloop.training.token_difference import TokenDifferences
+from agentloop.training.loop.queue import GroupQueue, StepNotes
+from agentloop.training.loop.steps import Steps
+from agentloop.training.recovery.learner_record import LearnerRecord, record_learner
+from agentloop.training.recovery.replay import Replay, ReplayedStep, Replayer
+from agentloop.training.recovery.resume import load_newest
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.token_difference import TokenDifferences
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan

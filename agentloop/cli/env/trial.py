@@ -37,7 +37,7 @@ from agentloop.observe.watchdog import Heartbeat, watch_lag
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 from agentloop.trajectory import Trajectory
 
 __all__ = ["TrySettings", "main"]

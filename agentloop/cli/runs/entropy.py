@@ -43,9 +43,9 @@ from agentloop.training.learner_client.settings import (
     RlLearnerSettings,
     RlLossSettings,
 )
-from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.run_folder import RunFolder, config_of
-from agentloop.training.run_status import count_of
+from agentloop.training.loop.settings import LoopSettings
+from agentloop.training.run.folder import RunFolder, config_of
+from agentloop.training.run.status import count_of
 from agentloop.trajectory import Trajectory
 
 __all__ = ["EntropySettings", "main"]

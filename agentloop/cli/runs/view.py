@@ -16,8 +16,6 @@ from aiohttp import web
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
 from agentloop.analysis.run_list import RunKind, RunState, summarize
-from agentloop.api.guard import ApiGuard, ServeSettings
-from agentloop.api.listen import bind, serving
 from agentloop.cli import console
 from agentloop.config import load_known, load_settings, with_values
 from agentloop.distribution import version
@@ -31,9 +29,11 @@ from agentloop.observe.perfetto import trace_of
 from agentloop.observe.runs import origin_of, read_metrics
 from agentloop.observe.sample import SAMPLE
 from agentloop.plain_json import dumps
-from agentloop.training.learning import headline
-from agentloop.training.run_folder import RunFolder, config_of
-from agentloop.training.run_status import count_of
+from agentloop.serving.access import ApiGuard, ServeSettings
+from agentloop.serving.listen import bind, serving
+from agentloop.training.run.folder import RunFolder, config_of
+from agentloop.training.run.learning import headline
+from agentloop.training.run.status import count_of
 
 __all__ = ["ViewSettings", "main"]
 

@@ -6,7 +6,7 @@
         └──start_actor──> RemoteActor: calls that have a result, or fail with `ActorLost`
 
 Ray reserves the resources, reaches the nodes, and notices when a node is lost. What is restarted,
-and when, is decided where it is on one machine: keep_alive.py and training/resume.py. When this
+and when, is decided where it is on one machine: keep_alive.py and recovery/resume.py. When this
 process ends, however it ends, Ray ends its actors, and each guardian what it guards.
 
 Ray is imported only when a cluster is used. Every node needs the same agentloop and Ray, and the

@@ -38,7 +38,7 @@ from agentloop.training.cluster.rollout_host import (
     RuntimeSync,
 )
 from agentloop.training.rollouts import RolledOut
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 

@@ -46,8 +46,8 @@ from agentloop.training.learner_client.protocol import (
     encode,
 )
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.run_folder import writing
-from agentloop.training.run_status import count_of
+from agentloop.training.run.folder import writing
+from agentloop.training.run.status import count_of
 
 __all__ = [
     "KeptLearner",

@@ -18,9 +18,9 @@ import anyio
 from agentloop.errors import ServerError
 from agentloop.events import WeightsLoaded
 from agentloop.training.learner_client.client import LearnerLost
-from agentloop.training.run_context import RunContext
-from agentloop.training.step_metrics import WeightSyncMetrics
-from agentloop.training.steps import Steps
+from agentloop.training.loop.steps import Steps
+from agentloop.training.run.context import RunContext
+from agentloop.training.run.step_metrics import WeightSyncMetrics
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 

@@ -41,7 +41,7 @@ from agentloop.training.learner_client.protocol import (
     Request,
     SendRequest,
 )
-from agentloop.training.run_status import count_of
+from agentloop.training.run.status import count_of
 from agentloop.training.weight_sync.checksums import config_dtype
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings

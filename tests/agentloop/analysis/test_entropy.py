@@ -23,7 +23,7 @@ from agentloop.analysis.entropy import (
 )
 from agentloop.errors import DataError
 from agentloop.training.learner_client.client import LearnerError
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import (
     ToolCall,
     ToolCallStatus,

@@ -106,8 +106,9 @@ def live(arguments: list[str]) -> int:
     from agentloop.cli import sft_stage
     from agentloop.cli import train as train_module
     from agentloop.inference.processes import supervise
-    from agentloop.training import batch_trainer, held_out, stages, wiring
+    from agentloop.training import wiring
     from agentloop.training.learner_client import client
+    from agentloop.training.loop import batch_trainer, held_out, stages
 
     parts: Any = train_module
     run_with_restarts = parts.run_with_restarts

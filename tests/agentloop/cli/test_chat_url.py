@@ -16,7 +16,7 @@ from agentloop.__main__ import main
 from agentloop.cli.chat_url import RunningService
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.trajectory import Message
-from tests.agentloop.test_service import says, service
+from tests.agentloop.serving.test_app import says, service
 
 pytestmark = pytest.mark.anyio
 

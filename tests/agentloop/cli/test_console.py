@@ -36,7 +36,7 @@ from agentloop.cli.console import (
 )
 from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.sandbox import SandboxUnavailable
-from agentloop.training.run_status import RunStatus
+from agentloop.training.run.status import RunStatus
 from tests.patience import patient
 
 

@@ -18,7 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from agentloop.cli import console
 from agentloop.cli.evaluate import EvaluateSettings, chosen_tasks, evaluate, main
 from agentloop.config import load_settings
-from agentloop.training.run_status import RunStatus
+from agentloop.training.run.status import RunStatus
 from tests.agentloop.cli import played
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.support import eventually

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentloop.cli.replay import differences, step_line, step_range
 from agentloop.cli.train import main
-from agentloop.training.replay import ReplayedStep
+from agentloop.training.recovery.replay import ReplayedStep
 
 
 @given(st.integers(1, 10**9), st.integers(0, 10**9))

@@ -15,16 +15,16 @@ import anyio
 import anyio.abc
 import pytest
 
-from agentloop.api.guard import ServeSettings
-from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.replicas import ServerView
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.loop import TrainingLoop
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import RunStatus
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.listen import bind
+from agentloop.training.loop.training_loop import TrainingLoop
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import Trajectory
 from tests.agentloop.observe.test_archive import rollout
 from tests.patience import patient

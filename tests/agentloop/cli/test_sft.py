@@ -23,8 +23,8 @@ from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.models import SMALL
-from agentloop.training.run_folder import RunFolder, checkpoints_in
-from agentloop.training.run_status import RunStatus
+from agentloop.training.run.folder import RunFolder, checkpoints_in
+from agentloop.training.run.status import RunStatus
 from tests.support import eventually
 
 RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"

@@ -26,8 +26,8 @@ from agentloop.environments.environment import open_tasks
 from agentloop.errors import DataError, SettingsError
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import spawn_here
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.sft import DialoguesSettings
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.sft.fine_tuning import DialoguesSettings
 
 pytestmark = [
     pytest.mark.anyio,

@@ -33,9 +33,9 @@ from agentloop.events import ignore
 from agentloop.models import SMALL
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.queue import GroupQueue
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import RunStatus
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import RunStatus
 from agentloop.training.wiring import RolloutPlan, rollouts_of
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK

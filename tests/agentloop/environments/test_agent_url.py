@@ -12,15 +12,15 @@ import pytest
 
 import agentloop
 from agentloop.agent.rollout import Budget
-from agentloop.api.session_listener import SessionListener, listening_for_sessions
 from agentloop.environments.agent import Agent
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import RolloutRecord
+from agentloop.serving.sessions import SessionListener, listening_for_sessions
 from agentloop.trajectory import StopReason, rollout_of
-from tests.agentloop.test_service import CHAT, HELLO, says
+from tests.agentloop.serving.test_app import CHAT, HELLO, says
 from tests.patience import patient
 from tests.rollouts import records_of
 from tests.support import ScriptedEngine, Step

@@ -34,7 +34,7 @@ from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Message, StopReason, ToolCallStatus, Trajectory, TurnEnd
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
 from tests.agentloop.rollouts.test_player import TASK, Model, run

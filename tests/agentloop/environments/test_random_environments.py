@@ -41,8 +41,8 @@ from agentloop.runtime import Settings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Rollouts
-from tests.agentloop.api.simulated_agents import RandomSGLang
-from tests.agentloop.test_service import CHAT, PlayedRouter, PlayedRuntime
+from tests.agentloop.serving.simulated_agents import RandomSGLang
+from tests.agentloop.serving.test_app import CHAT, PlayedRouter, PlayedRuntime
 from tests.patience import patient
 from tests.support import Fault, eventually
 

@@ -22,7 +22,7 @@ from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Outcome
 from agentloop.rollouts.record import AgentRecord, RolloutRecord
 from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.rollouts import Finished, record_of
 from tests.support import eventually

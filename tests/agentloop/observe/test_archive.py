@@ -18,7 +18,7 @@ from agentloop.observe import runs as runs_module
 from agentloop.observe.archive import Archive
 from agentloop.observe.runs import curves, origin_of, read_metrics, runs_beside
 from agentloop.rollouts.record import ConversationRow, NoReward, TokenCredit
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import (
     StopReason,
     ToolCall,

@@ -20,12 +20,12 @@ from aiohttp import web
 from anyio.abc import ByteStream
 from yarl import URL
 
-from agentloop.api.guard import ApiGuard, ServeSettings
-from agentloop.api.listen import bind, serving
 from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
 from agentloop.observe.page import Page
 from agentloop.observe.perfetto import trace_of
+from agentloop.serving.access import ApiGuard, ServeSettings
+from agentloop.serving.listen import bind, serving
 from tests.patience import patient
 from tests.support import eventually
 
@@ -310,7 +310,7 @@ async def test_frames_are_server_sent_events() -> None:
 
 
 async def test_silent_stream_sends_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentloop.api.http._PING_S", 0.01)
+    monkeypatch.setattr("agentloop.serving.http._PING_S", 0.01)
     async with page() as at, at.http.get(at.url + "/api/stream") as response:
         with anyio.fail_after(patient(15)):
             await response.content.readuntil(b": nothing new\n\n")

@@ -15,7 +15,7 @@ from agentloop.errors import RunFolderError
 from agentloop.observe import recorder as recorder_module
 from agentloop.observe.archive import Archive
 from agentloop.observe.recorder import GroupFolder, Recorder
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from tests.patience import patient
 from tests.support import END, chat_format, eventually, written

@@ -18,7 +18,7 @@ from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory
 from tests.rollouts import GroupPlayer
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, written

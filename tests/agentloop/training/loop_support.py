@@ -25,21 +25,21 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.training.collapse import CollapseSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
-from agentloop.training.loop import TrainingLoop
-from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.queue import GroupQueue
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.settings import LoopSettings, StageSettings
+from agentloop.training.loop.steps import Steps
+from agentloop.training.loop.training_loop import TrainingLoop
+from agentloop.training.recovery.undo import undo
 from agentloop.training.rollouts import Rollouts
-from agentloop.training.run_context import RunContext
-from agentloop.training.run_control import RunControl
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import RunStatus, StatusWatch
-from agentloop.training.steps import Steps
-from agentloop.training.undo import undo
+from agentloop.training.run.collapse import CollapseSettings
+from agentloop.training.run.context import RunContext
+from agentloop.training.run.control import RunControl
+from agentloop.training.run.folder import RunFolder
+from agentloop.training.run.status import RunStatus, StatusWatch
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import (

@@ -19,8 +19,8 @@ from agentloop.rollouts.metrics import (
     about_each,
     rewards_of_each,
 )
-from agentloop.training.loop_settings import StageSettings
-from agentloop.training.queue import GroupQueue
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.settings import StageSettings
 from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     FakeRollouts,

@@ -19,7 +19,6 @@ from agentloop.agent.rollout import Budget
 from agentloop.agent.sessions import ModelSession, TurnRequest
 from agentloop.agent.sessions.history import keys_of
 from agentloop.agent.tools import CallerTool
-from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.errors import RequestError, ServerError, ServerUnavailable
 from agentloop.events import (
     ClientAwaited,
@@ -32,6 +31,7 @@ from agentloop.events import (
 )
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.serving.protocols.chat.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.trajectory import Message, StopReason, Trajectory
 from tests.support import (
     END,

@@ -21,7 +21,7 @@ from agentloop.config import to_toml
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import LearnerProcesses
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import (
     ToolCall,
     ToolCallStatus,

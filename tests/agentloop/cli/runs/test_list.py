@@ -14,7 +14,7 @@ from agentloop.__main__ import main
 from agentloop.cli.runs.list import age, size
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from agentloop.__main__ import main
 from agentloop.cli.runs import view
 from agentloop.models import SMALL
 from agentloop.observe.sample import SAMPLE
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from tests.agentloop.observe.test_archive import rollout
 from tests.support import eventually
 

@@ -28,13 +28,13 @@ from agentloop.training.cluster import runtimes as runtimes_module
 from agentloop.training.cluster.rollout_host import RolloutActor
 from agentloop.training.cluster.runtimes import RemoteRuntimes
 from agentloop.training.credit.roc import RocSettings
-from agentloop.training.loop import TrainingLoop
-from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.queue import GroupQueue
+from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.settings import LoopSettings
+from agentloop.training.loop.steps import Steps
+from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.rollouts import RolledOut, Rollouts
-from agentloop.training.run_context import RunContext
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.steps import Steps
+from agentloop.training.run.context import RunContext
+from agentloop.training.run.folder import RunFolder
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.trajectory import Trajectory

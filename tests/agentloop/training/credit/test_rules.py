@@ -26,7 +26,7 @@ from agentloop.training.credit.rule import (
 )
 from agentloop.training.credit.settings import RULES, CreditSettings, assign
 from agentloop.training.learner_client.batch import Sample, write_batch
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory, Turn, TurnEnd
 
 VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "loss.json").read_text("utf-8"))

@@ -1,1 +1,0 @@
-"""Other protocols than chat completions, translated to them and back."""

@@ -1,0 +1,1 @@
+"""The HTTP server of `agentloop serve` and of sessions."""

@@ -1,0 +1,1 @@
+"""Going on after a stop: where a run is, its checkpoints, and repeating its steps."""

@@ -1,0 +1,1 @@
+"""A run's folder, status and metrics."""
