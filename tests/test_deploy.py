@@ -122,7 +122,7 @@ def entrypoints() -> list[list[str]]:
     return commands
 
 
-def test_the_manifest_is_what_kuberay_takes() -> None:
+def test_manifest_is_what_kuberay_takes() -> None:
     schema().check_schema(schema().schema)
     assert [error.message for error in schema().iter_errors(manifest())] == []
     assert (manifest()["apiVersion"], manifest()["kind"]) == ("ray.io/v1", "RayJob")
@@ -140,7 +140,7 @@ def test_the_manifest_is_what_kuberay_takes() -> None:
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.env.0.value", 1),
     ],
 )
-def test_the_schema_refuses_what_kuberay_would(path: str, wrong: Any) -> None:
+def test_schema_refuses_what_kuberay_would(path: str, wrong: Any) -> None:
     changed: Any = copy.deepcopy(manifest())
     *above, last = path.split(".")
     place = changed
@@ -166,7 +166,7 @@ def test_all_processes_have_a_place_on_the_pods() -> None:
     assert where[ProcessKind.SANDBOX] == {"sandboxes"}
 
 
-def test_the_trainer_starts_where_the_first_ranks_are() -> None:
+def test_trainer_starts_where_the_first_ranks_are() -> None:
     wanted = json.loads(manifest()["spec"]["entrypointResources"])
     (text,) = shlex.split(groups()["learner"]["rayStartParams"]["resources"])
     assert json.loads(text) == wanted
@@ -187,7 +187,7 @@ def test_all_pods_share_the_volume() -> None:
         assert resources["limits"] == resources["requests"]  # Ray counts the limits
 
 
-def test_the_entrypoint_is_accepted(workplace: Path) -> None:
+def test_entrypoint_is_accepted(workplace: Path) -> None:
     again, first = entrypoints()
     shapes = ("4x32,8x80,1000", "4x16,8x80,256", "4x36")
     accepts(first, *shapes)
@@ -253,7 +253,7 @@ def command_of(process: subprocess.Popen[str]) -> list[str]:
     return words
 
 
-def test_the_scripts_options_are_sbatchs() -> None:
+def test_scripts_options_are_sbatchs() -> None:
     sbatch_options = set((VECTORS / "sbatch_options.txt").read_text().split("\n")[1:])
     options = re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?$", SCRIPT.read_text(), re.M)
     assert len(options) == SCRIPT.read_text().count("\n#SBATCH")
@@ -269,7 +269,7 @@ def test_the_scripts_options_are_sbatchs() -> None:
     assert "#SBATCH" not in body
 
 
-def test_the_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) -> None:
+def test_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) -> None:
     with start_job(job) as process:
         command = command_of(process)
     assert process.returncode == 0
@@ -280,7 +280,7 @@ def test_the_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) ->
     accepts(command, "8x96,8x80,2048")
 
 
-def test_a_script_that_finds_its_run_continues_it(job: dict[str, str], workplace: Path) -> None:
+def test_script_that_finds_its_run_continues_it(job: dict[str, str], workplace: Path) -> None:
     stopped_run(workplace / "runs" / "release-8gpu")
     with start_job(job, "release-8gpu", "loop.steps=250") as process:
         command = command_of(process)
@@ -288,7 +288,7 @@ def test_a_script_that_finds_its_run_continues_it(job: dict[str, str], workplace
     accepts(command, "1x128,8x80,1024")
 
 
-def test_a_signal_stops_the_trainer_and_queues_the_job_again(
+def test_signal_stops_the_trainer_and_queues_the_job_again(
     job: dict[str, str], workplace: Path
 ) -> None:
     with start_job(job, "paper-stage1", "--until-signalled") as process:
@@ -298,7 +298,7 @@ def test_a_signal_stops_the_trainer_and_queues_the_job_again(
     assert (workplace / "requeued.txt").read_text() == "requeue 7\n"
 
 
-def test_a_run_that_fails_fails_the_job(job: dict[str, str], workplace: Path) -> None:
+def test_run_that_fails_fails_the_job(job: dict[str, str], workplace: Path) -> None:
     (workplace / "bin" / "agentloop").write_text("#!/bin/sh\nexit 2\n")
     with start_job(job) as process:
         pass
@@ -315,7 +315,7 @@ def project() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_image_copies_what_is_there_and_installs_extras_that_exist(kind: str) -> None:
+def test_image_copies_what_is_there_and_installs_extras_that_exist(kind: str) -> None:
     text = (DEPLOY / f"Dockerfile.{kind}").read_text()
     copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()]
     assert copied
@@ -330,7 +330,7 @@ def test_an_image_copies_what_is_there_and_installs_extras_that_exist(kind: str)
     assert f"-t agentloop:{kind} ." in text
 
 
-def test_the_cuda_image_has_the_sglang_that_is_required() -> None:
+def test_cuda_image_has_the_sglang_that_is_required() -> None:
     (requirement,) = project()["optional-dependencies"]["sglang"]
     version = requirement.removeprefix("sglang==")
     assert f"ARG BASE=lmsysorg/sglang:v{version}\n" in (DEPLOY / "Dockerfile.cuda").read_text()

@@ -139,7 +139,7 @@ def test_every_setting_says_what_it_means() -> None:
     assert [key for key, description in SETTINGS.items() if not description] == []
 
 
-def test_the_index_lists_every_document() -> None:
+def test_index_lists_every_document() -> None:
     docs = ROOT / "docs"
     index = (docs / "README.md").read_text("utf-8")
     documents = [path for path in docs.rglob("*.md") if path.parent.name != "recipes"]
@@ -179,7 +179,7 @@ def test_messages_that_are_quoted_are_in_the_code(document: Path) -> None:
     assert [quote for quote in quotes if quote not in OF_OTHERS and not is_in_the_code(quote)] == []
 
 
-def test_a_message_that_the_code_does_not_have_is_noticed() -> None:
+def test_message_that_the_code_does_not_have_is_noticed() -> None:
     assert is_in_the_code("serve.port: cannot listen on 127.0.0.1:8000: ...")
     assert not is_in_the_code("serve.port: unable to listen at 127.0.0.1:8000: ...")
 

@@ -86,7 +86,7 @@ def test_programs_compile(path: Path) -> None:
         compile(text, path.name, "exec")
 
 
-def test_the_rows_of_the_data_guide_are_tasks(tmp_path: Path) -> None:
+def test_rows_of_the_data_guide_are_tasks(tmp_path: Path) -> None:
     (rows,) = blocks(ROOT / "docs/guides/your-data.md", "json")
     file = tmp_path / "tasks.jsonl"
     file.write_text(rows)
@@ -116,7 +116,7 @@ RIGHT = json.dumps({"problem": "What is 37 times 48?", "answer": "1776"})
         lambda: load_settings(TrainSettings, [], ["tasks.kind=jsonl"]),
     ],
 )
-def test_the_data_guide_quotes_the_messages(
+def test_data_guide_quotes_the_messages(
     fails: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -137,13 +137,13 @@ def c(*args: int) -> None:
 
 
 @pytest.mark.parametrize("tool", [a, b, c, 3])
-def test_the_tool_guide_quotes_the_messages(tool: Any) -> None:
+def test_tool_guide_quotes_the_messages(tool: Any) -> None:
     with pytest.raises(AgentLoopError) as raised:
         as_tool(tool)
     assert is_quoted(str(raised.value), guide("your-tool.md"))
 
 
-def test_the_guide_of_judges_quotes_the_messages() -> None:
+def test_guide_of_judges_quotes_the_messages() -> None:
     with pytest.raises(AgentLoopError) as raised:
         agentloop.Judge(agentloop.Endpoint("http://a/v1"), "", low=1, high=1)
     assert is_quoted(str(raised.value), guide("a-judge.md"))
@@ -161,7 +161,7 @@ def test_the_guide_of_judges_quotes_the_messages() -> None:
         ),
     ],
 )
-def test_the_environment_guide_quotes_the_messages(fails: Callable[[], object]) -> None:
+def test_environment_guide_quotes_the_messages(fails: Callable[[], object]) -> None:
     with pytest.raises(AgentLoopError) as raised:
         fails()
     assert is_quoted(str(raised.value), guide("your-environment.md"))
@@ -175,7 +175,7 @@ def test_the_environment_guide_quotes_the_messages(fails: Callable[[], object]) 
         (["agent=x", "agent.folder=/no/such"], False),  # a check of the test
     ],
 )
-def test_the_guide_of_programs_quotes_the_messages(overrides: list[str], quoted: bool) -> None:
+def test_guide_of_programs_quotes_the_messages(overrides: list[str], quoted: bool) -> None:
     with pytest.raises(AgentLoopError) as raised:
         _ = load_settings(TrainSettings, [], overrides).environments
     assert is_quoted(str(raised.value), guide("your-agent.md")) is quoted
@@ -183,7 +183,7 @@ def test_the_guide_of_programs_quotes_the_messages(overrides: list[str], quoted:
 
 @pytest.mark.parametrize("command", ["my_agent.py", "python3"])
 @pytest.mark.anyio
-async def test_the_guide_of_programs_quotes_how_they_end(command: str) -> None:
+async def test_guide_of_programs_quotes_how_they_end(command: str) -> None:
     for status in (126, 127) if command != "python3" else (0, 1):
         end = ProgramEnd(CallStatus.ERROR if status else CallStatus.OK, status, "", "", 1.0)
         sandbox = SimpleNamespace(has_containers=True, run_program=AsyncMock(return_value=end))
@@ -215,7 +215,7 @@ def is_quoted(message: str, text: str) -> bool:
         ("1776", 10, 0.0),
     ],
 )
-def test_the_example_of_a_reward(text: str, num_tokens: int, value: float) -> None:
+def test_example_of_a_reward(text: str, num_tokens: int, value: float) -> None:
     score = runpy.run_path(str(EXAMPLES / "my_reward.py"))["right_and_short"]
     turn = Turn(output_ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, text=text)
     reward = score(Trajectory("one", [1], turns=[turn]), Task("task", "37 * 48?", "1776"))
@@ -224,7 +224,7 @@ def test_the_example_of_a_reward(text: str, num_tokens: int, value: float) -> No
 
 
 @pytest.mark.anyio
-async def test_the_example_of_a_tool_with_state() -> None:
+async def test_example_of_a_tool_with_state() -> None:
     notepad = runpy.run_path(str(EXAMPLES / "stateful_tool.py"))["Notepad"]
 
     async def note(tools: Tools, arguments: JsonObject) -> tuple[str, str]:
@@ -241,7 +241,7 @@ async def test_the_example_of_a_tool_with_state() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_example_of_a_method_with_state() -> None:
+async def test_example_of_a_method_with_state() -> None:
     (program,) = [
         text for text in blocks(ROOT / "docs/guides/your-tool.md", "python") if "notes(" in text
     ]
@@ -258,7 +258,7 @@ async def test_the_example_of_a_method_with_state() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_environment_that_was_moved_from_verifiers() -> None:
+async def test_environment_that_was_moved_from_verifiers() -> None:
     _, program = blocks(ROOT / "docs/guides/other-environments.md", "python")
     names: dict[str, Any] = {"__name__": "my_module"}
     exec(program, names)
@@ -282,10 +282,10 @@ async def test_the_environment_that_was_moved_from_verifiers() -> None:
         ("two-agents.md", "solver_and_checker.py"),
     ],
 )
-def test_a_guide_shows_the_example_as_it_is(name: str, example: str) -> None:
+def test_guide_shows_the_example_as_it_is(name: str, example: str) -> None:
     text = (EXAMPLES / example).read_text("utf-8")
     assert text.partition("\n\n")[2] in blocks(ROOT / "docs/guides" / name, "python")
 
 
-def test_the_first_example_is_short() -> None:
+def test_first_example_is_short() -> None:
     assert len((EXAMPLES / "guess_number.py").read_text("utf-8").splitlines()) <= 30

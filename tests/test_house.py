@@ -229,14 +229,14 @@ MAY_IMPORT = {
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_a_package_imports_only_what_it_may(package: str) -> None:
+def test_package_imports_only_what_it_may(package: str) -> None:
     for name in in_package(package):
         may = {"agentloop"} if is_composer(name) else MAY_IMPORT[package]
         wrong = {module for module in ours(name) if not within(module, *may)}
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
-def test_the_runtime_never_imports_what_is_for_training() -> None:
+def test_runtime_never_imports_what_is_for_training() -> None:
     for name in in_package("agentloop"):
         if within(name, "agentloop.learner"):
             continue
@@ -248,7 +248,7 @@ def test_the_runtime_never_imports_what_is_for_training() -> None:
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
-def test_the_worker_needs_nothing_but_the_standard_library() -> None:
+def test_worker_needs_nothing_but_the_standard_library() -> None:
     worker = in_package("agentloop.sandbox.worker")
     assert worker
     for name in worker:
@@ -297,7 +297,7 @@ def test_there_is_no_import_cycle() -> None:
         visit(name, ())
 
 
-def test_the_rules_see_imports_wherever_they_stand() -> None:
+def test_rules_see_imports_wherever_they_stand() -> None:
     """A rule that finds nothing holds of anything."""
     assert "agentloop.errors" in imports("agentloop.agent.rollout")
     assert "transformers" in imports("agentloop.agent.tokenizer")  # within a function
@@ -315,7 +315,7 @@ def test_importing_the_package_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_public_names() -> None:
+def test_public_names() -> None:
     assert agentloop.__all__ == sorted(agentloop.__all__)
     for name in {*agentloop.__all__} - {"Message"}:  # an alias of a type of the standard library
         assert getattr(agentloop, name).__module__.startswith("agentloop.")
@@ -323,7 +323,7 @@ def test_the_public_names() -> None:
         _ = agentloop.Nothing
 
 
-def test_a_clone_without_symbolic_links_has_all_packages(tmp_path: Path) -> None:
+def test_clone_without_symbolic_links_has_all_packages(tmp_path: Path) -> None:
     """Such as one on Windows, or from many an archive."""
     options = ["-c", "core.symlinks=false", "clone", "-q", "--no-local", "--depth=1"]
     clone = tmp_path / "clone"
@@ -363,7 +363,7 @@ def test_names_at_the_root() -> None:
     }
 
 
-def test_the_sandboxs_public_names() -> None:
+def test_sandboxs_public_names() -> None:
     assert sandbox.__all__ == [
         "CallError",
         "CallResult",
@@ -463,7 +463,7 @@ BUDGET = {
 
 @pytest.mark.parametrize("package", BUDGET)
 def test_packages_keep_within_their_budgets(package: str) -> None:
-    inner = [other for other in BUDGET if other.startswith(f"{package}.")]
+    inner = [second for second in BUDGET if second.startswith(f"{package}.")]
     num_lines = sum(
         file.read_text("utf-8").count("\n")
         for name, file in modules().items()
@@ -493,7 +493,7 @@ def test_train_has_few_settings() -> None:
     assert len([*describe_settings(TrainSettings)]) <= 201
 
 
-def test_the_top_level_stays_small() -> None:
+def test_top_level_stays_small() -> None:
     """A newcomer reads the architecture off the top level: modules and packages."""
     top = {path.stem for path in (ROOT / "agentloop").iterdir() if path.name[0] not in "_."}
     assert len(top - {"py"}) <= 24, sorted(top)

@@ -31,7 +31,7 @@ PROCESS = "import subprocess\ndef test_leaves_it(): subprocess.Popen(['sleep', '
 @pytest.mark.parametrize(
     ("program", "description"), [(FOLDER, "folder agentloop-server-"), (PROCESS, "process")]
 )
-def test_the_test_that_left_something_is_named(
+def test_test_that_left_something_is_named(
     tmp_path: Path, program: str, description: str, workers: int
 ) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -13,13 +13,13 @@ CLASSES = dict(api_reference.public_classes())
 STALE = "run `python -m tools.api_reference` and review the difference"
 
 
-def test_the_signatures_are_those_that_are_pinned() -> None:
+def test_signatures_are_those_that_are_pinned() -> None:
     """A change of a public signature shows in the diff of tests/public_api.txt."""
     pinned = api_reference.SIGNATURES.read_text("utf-8").splitlines()
     assert api_reference.signatures().splitlines() == pinned, STALE
 
 
-def test_the_reference_is_up_to_date() -> None:
+def test_reference_is_up_to_date() -> None:
     written = api_reference.REFERENCE.read_text("utf-8").splitlines()
     assert api_reference.reference().splitlines() == written, STALE
 

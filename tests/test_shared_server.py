@@ -105,7 +105,7 @@ def test_users_share_one_server_which_ends_with_the_last_of_them(tmp_path: Path)
     assert stub.left == []
 
 
-def test_a_server_that_does_not_start_is_an_error_for_each_user(tmp_path: Path) -> None:
+def test_server_that_does_not_start_is_an_error_for_each_user(tmp_path: Path) -> None:
     for number in range(2):
         keeper = [sys.executable, "-c", f"raise SystemExit('no memory: {number}')"]
         error = f"did not start:\nno memory: {number}"

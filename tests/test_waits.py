@@ -206,7 +206,7 @@ class A:
 """
 
 
-def test_the_rule_finds_what_it_should() -> None:
+def test_rule_finds_what_it_should() -> None:
     """A rule that finds nothing holds of anything."""
     waits = Finder(SOURCE, "x.py").waits()
     without = [wait.line for wait in waits if not wait.bound]

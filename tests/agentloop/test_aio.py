@@ -34,7 +34,7 @@ async def fail_both(*, only_first: bool) -> None:
         tasks.start_soon(fail, ValueError("early"))
 
 
-async def test_a_single_error_is_raised_by_itself_with_its_cause() -> None:
+async def test_single_error_is_raised_by_itself_with_its_cause() -> None:
     error, cause = KeyError("it"), ValueError("deep")
     error.__cause__ = cause
 
@@ -48,7 +48,7 @@ async def test_a_single_error_is_raised_by_itself_with_its_cause() -> None:
     assert caught.value.__cause__ is cause
 
 
-async def test_the_error_of_the_block_is_raised_by_itself() -> None:
+async def test_error_of_the_block_is_raised_by_itself() -> None:
     async def run() -> None:
         async with task_group() as tasks:
             tasks.start_soon(anyio.sleep_forever)
@@ -69,7 +69,7 @@ async def test_only_the_first_of_several_errors_can_be_raised() -> None:
         await fail_both(only_first=True)
 
 
-async def test_a_signal_wakes_those_that_wait_and_nobody_later() -> None:
+async def test_signal_wakes_those_that_wait_and_nobody_later() -> None:
     signal, woken = Signal(), list[str]()
 
     async def wait(name: str) -> None:
@@ -92,7 +92,7 @@ async def test_a_signal_wakes_those_that_wait_and_nobody_later() -> None:
     assert woken[2:] == ["c"]
 
 
-async def test_a_free_slot_is_taken_without_giving_way() -> None:
+async def test_free_slot_is_taken_without_giving_way() -> None:
     limiter, events = anyio.CapacityLimiter(1), list[str]()
 
     async def other() -> None:

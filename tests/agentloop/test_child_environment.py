@@ -83,8 +83,8 @@ def test_system_programs_get_nothing_for_python_or_linker() -> None:
 
 
 def test_own_pip_keeps_constraints() -> None:
-    given = {"PIP_CONSTRAINT": "pins.txt", "PIP_TARGET": "/x", "PIP_USER": "1", "PATH": "/bin"}
-    assert for_own_pip(given) == {"PIP_CONSTRAINT": "pins.txt", "PATH": "/bin"}
+    inputs = {"PIP_CONSTRAINT": "pins.txt", "PIP_TARGET": "/x", "PIP_USER": "1", "PATH": "/bin"}
+    assert for_own_pip(inputs) == {"PIP_CONSTRAINT": "pins.txt", "PATH": "/bin"}
 
 
 @pytest.mark.anyio
@@ -108,7 +108,7 @@ async def test_pip_keeps_only_ways_to_an_index(
     )
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
-    given = {
+    inputs = {
         "PIP_CONFIG_FILE": str(file),
         "PIP_CONSTRAINT": "other.txt",
         "PIP_BUILD_CONSTRAINT": "other.txt",
@@ -116,7 +116,7 @@ async def test_pip_keeps_only_ways_to_an_index(
         "PIP_REQUIRE_VIRTUALENV": "1",
         "UV_CONSTRAINT": "other.txt",
     }
-    for name, value in given.items():
+    for name, value in inputs.items():
         monkeypatch.setenv(name, value)
     child = for_pip(await build._configuration(build._find_pip()))
     assert child.pop("PIP_EXTRA_INDEX_URL").split() == ["https://one/simple", "https://two/simple"]

@@ -103,7 +103,7 @@ def test_later_sources_win_and_sections_are_merged(
         (" model = spaced ", "spaced"),
     ],
 )
-def test_an_override_needs_no_quotes(override: str, model: str) -> None:
+def test_override_needs_no_quotes(override: str, model: str) -> None:
     assert load_settings(Everything, overrides=[override]).model == model
 
 
@@ -140,12 +140,12 @@ def test_errors_name_the_setting_and_its_source(overrides: list[str], message: s
         ("[server", "bad.toml: Expected .]. at the end"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(Everything, [file(tmp_path, "bad.toml", text)])
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"gone\.toml: No such file"):
         load_settings(Everything, [tmp_path / "gone.toml"])
     (tmp_path / "latin.toml").write_bytes(b'model = "\xff"')
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_settings(Everything, [tmp_path])
 
 
-def test_a_file_stands_on_those_that_it_extends(tmp_path: Path) -> None:
+def test_file_stands_on_those_that_it_extends(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     file(tmp_path / "base", "lowest.toml", 'model = "lowest"\n[server]\nport = 1\nnames = ["a"]')
     file(tmp_path / "base", "base.toml", 'extends = "lowest.toml"\n[server]\nport = 2')
@@ -170,7 +170,7 @@ def test_a_file_stands_on_those_that_it_extends(tmp_path: Path) -> None:
     assert load_settings(Everything, [top, under]).server.port == 9
 
 
-def test_a_shared_base_is_overridden_by_both_files(tmp_path: Path) -> None:
+def test_shared_base_is_overridden_by_both_files(tmp_path: Path) -> None:
     file(tmp_path, "base.toml", "server.port = 1")
     first = file(tmp_path, "first.toml", 'extends = "base.toml"\nserver.port = 2')
     second = file(tmp_path, "second.toml", 'extends = "base.toml"\nwing.flag = true')
@@ -196,9 +196,7 @@ def test_a_shared_base_is_overridden_by_both_files(tmp_path: Path) -> None:
         ('[server]\nextends = "bad.toml"', r"top\.toml: unknown setting 'server\.extends'"),
     ],
 )
-def test_an_error_in_an_extended_file_names_that_file(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_error_in_an_extended_file_names_that_file(tmp_path: Path, text: str, message: str) -> None:
     file(tmp_path, "around.toml", 'extends = "./top.toml"')
     file(tmp_path, "bad.toml", "server.prot = 1")
     file(tmp_path, "worse.toml", 'server.port = "x"')
@@ -220,7 +218,7 @@ def test_an_error_in_an_extended_file_names_that_file(
         ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: expected JSON"),
     ],
 )
-def test_a_bad_variable_is_named(
+def test_bad_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -228,12 +226,12 @@ def test_a_bad_variable_is_named(
         load_settings(Everything)
 
 
-def test_a_list_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTLOOP_SERVERS", '["http://127.0.0.1:1"]')
     assert load_settings(Everything).servers == ["http://127.0.0.1:1"]
 
 
-def test_a_section_that_is_wrong_as_a_whole_shows_no_token() -> None:
+def test_section_that_is_wrong_as_a_whole_shows_no_token() -> None:
     for overrides in itertools.permutations(["server.port=13", "server.token=hunter2"]):
         with pytest.raises(SettingsError, match="bad luck") as caught:
             load_settings(Everything, overrides=overrides)
@@ -241,7 +239,7 @@ def test_a_section_that_is_wrong_as_a_whole_shows_no_token() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["serve.max_rollouts=7"]])
-def test_an_error_of_a_section_blames_the_keys_that_it_names(more: list[str]) -> None:
+def test_error_of_a_section_blames_the_keys_that_it_names(more: list[str]) -> None:
     class Served(pydantic.BaseModel):
         serve: ServeSettings
 
@@ -250,7 +248,7 @@ def test_an_error_of_a_section_blames_the_keys_that_it_names(more: list[str]) ->
         load_settings(Served, overrides=overrides)
 
 
-def test_an_error_without_keys_blames_all_sources_of_the_section(tmp_path: Path) -> None:
+def test_error_without_keys_blames_all_sources_of_the_section(tmp_path: Path) -> None:
     path = file(tmp_path, "one.toml", "[server]\ntoken = 'x'")
     with pytest.raises(SettingsError, match=r"\(from .*one\.toml, override 'server\.port'\)$"):
         load_settings(Everything, [path], ["server.port=13"])
@@ -264,7 +262,7 @@ def test_every_setting_is_described() -> None:
     assert described["servers"][0] == "[]"
 
 
-def test_a_setting_without_a_default_is_described_as_required() -> None:
+def test_setting_without_a_default_is_described_as_required() -> None:
     class Strict(pydantic.BaseModel):
         steps: int
 
@@ -288,7 +286,7 @@ def test_our_own_words_about_a_value_stand_alone() -> None:
     assert str(caught.value) == "url: no address, not 'ab' (from override 'url=ab')"
 
 
-def test_a_password_in_a_url_is_not_shown() -> None:
+def test_password_in_a_url_is_not_shown() -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(Everything, overrides=["server.port='http://me:hunter2@there:1/'"])
     assert "hunter2" not in str(caught.value)
@@ -333,13 +331,13 @@ def test_none_is_nothing_where_nothing_can_be(tmp_path: Path) -> None:
         load_settings(Everything, overrides=["server.port=none"])
 
 
-def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
+def test_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
     text = to_toml(Everything(server=Server(token=pydantic.SecretStr("hunter2"))))
     assert "hunter2" not in text
     assert "token" not in text
 
 
-def test_a_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
+def test_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
 
     file = tmp_path / "run.toml"
     file.write_text('[stages."warm up"]\nsteps = 1\n', "utf-8")
@@ -362,7 +360,7 @@ class WithItems(pydantic.BaseModel):
     items: list[Item] = pydantic.Field(default_factory=list, description="Items.")
 
 
-def test_a_list_of_tables_is_read_from_every_source(
+def test_list_of_tables_is_read_from_every_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = '[[items]]\nname = "a"\nweight = "none"\n[items.args]\nx = [1, "y"]\n'
@@ -379,7 +377,7 @@ def test_a_list_of_tables_is_read_from_every_source(
     assert [*describe_settings(WithItems)] == [("items", "[]", "Items.")]
 
 
-def test_a_list_of_tables_can_be_written_and_read_back(tmp_path: Path) -> None:
+def test_list_of_tables_can_be_written_and_read_back(tmp_path: Path) -> None:
     items = [Item(name="a", args={"x": {"y": [1, "z"]}}), Item(weight=0.5)]
     path = file(tmp_path, "items.toml", to_toml(WithItems(items=items)))
     assert load_settings(WithItems, [path]).items == items

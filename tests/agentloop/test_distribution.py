@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_name_is_that_of_the_project() -> None:
+def test_name_is_that_of_the_project() -> None:
     assert PROJECT["name"] == NAME
     assert version() == PROJECT["version"]
 
@@ -37,7 +37,7 @@ def test_every_hint_names_an_extra_that_exists() -> None:
     assert "otel" in extras
 
 
-def test_a_missing_package_is_named_with_the_command_to_install_it() -> None:
+def test_missing_package_is_named_with_the_command_to_install_it() -> None:
     require("train", {"json": "everything"})
     with pytest.raises(SettingsError) as caught:
         require("train", {"json": "everything", "nobody_has_this": "plots", "nor_this": "speed"})
@@ -63,9 +63,7 @@ def test_another_project_of_the_import_name_is_reported(
     assert f"agentloop: warning: {advice}" in capsys.readouterr().err
 
 
-def test_a_folder_of_that_name_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "not_a_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not distribution.is_installed("not_a_package")

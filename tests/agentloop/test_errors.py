@@ -29,13 +29,11 @@ BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut 
         (ExceptionGroup("", [ExceptionGroup("", [CUT]), DOWN]), CUT),
     ],
 )
-def test_the_culprit_is_no_victim_if_there_is_another(
-    raised: Exception, expected: Exception
-) -> None:
+def test_culprit_is_no_victim_if_there_is_another(raised: Exception, expected: Exception) -> None:
     assert culprit(raised, ServerError, RequestError) is expected
 
 
-def test_the_place_of_an_error_is_in_the_users_code() -> None:
+def test_place_of_an_error_is_in_the_users_code() -> None:
     with pytest.raises(ValueError, match="Expecting value") as caught:
         json.loads("")  # raises in the standard library
     expected = f"test_errors.py:{caught.traceback[0].lineno + 1}"
@@ -58,5 +56,5 @@ class Unprintable(Exception):
         (Unprintable(), "Unprintable"),
     ],
 )
-def test_the_summary_of_an_error_is_one_line(error: Exception, summary: str) -> None:
+def test_summary_of_an_error_is_one_line(error: Exception, summary: str) -> None:
     assert summary_of(error) == summary

@@ -34,7 +34,7 @@ async def test_events_are_read_as_they_come() -> None:
             feed.close()
 
 
-async def test_a_reader_that_lags_finds_adjacent_tokens_joined() -> None:
+async def test_reader_that_lags_finds_adjacent_tokens_joined() -> None:
     feed = Feed()
     feed(RolloutStarted(Trajectory("r", [])))
     for number in range(1000):
@@ -66,7 +66,7 @@ async def test_events_before_an_error_are_read_first() -> None:
         await anext(feed)
 
 
-async def test_a_reader_that_is_cancelled_can_come_back() -> None:
+async def test_reader_that_is_cancelled_can_come_back() -> None:
     feed = Feed()
     with anyio.move_on_after(0.01):
         await anext(feed)

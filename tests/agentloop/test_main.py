@@ -28,7 +28,7 @@ def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFi
         assert word in out
 
 
-def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sreve", "--help"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -50,7 +50,7 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     ],
     ids=" ".join,
 )
-def test_a_folder_without_a_run_is_one_line(
+def test_folder_without_a_run_is_one_line(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = tmp_path / "run", [str(tmp_path / "out")] if "export" in command else []
@@ -100,7 +100,7 @@ def test_each_command_has_help_and_lists_its_settings(
         ("chat", "budget.max_turns=0", "budget.max_turns: "),
     ],
 )
-def test_a_bad_setting_ends_a_command_before_anything_starts(
+def test_bad_setting_ends_a_command_before_anything_starts(
     command: str, setting: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, setting]) == 2
@@ -115,7 +115,7 @@ def test_a_bad_setting_ends_a_command_before_anything_starts(
         ["serve.port=1", "more.conf", "What is a = b?"],
     ],
 )
-def test_a_question_is_found_wherever_it_stands(
+def test_question_is_found_wherever_it_stands(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
@@ -143,7 +143,7 @@ def test_a_question_is_found_wherever_it_stands(
         (["What", "serve.port=1", "is"], "expected one question, in quotes, not 'What', 'is'"),
     ],
 )
-def test_an_invalid_question_is_an_error(
+def test_invalid_question_is_an_error(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -168,7 +168,7 @@ def test_only_what_is_required_is_said_to_be(
     assert capsys.readouterr().err.endswith(f"{message}\n")
 
 
-def test_an_interrupt_while_a_command_is_imported_is_no_error(
+def test_interrupt_while_a_command_is_imported_is_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(name: str) -> None:
@@ -199,7 +199,7 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.full
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_reader_that_leaves_early_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

@@ -138,7 +138,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("form", ["paper", "release"])
-async def test_a_rollout_from_a_base_models_folder(form: str, tmp_path: Path) -> None:
+async def test_rollout_from_a_base_models_folder(form: str, tmp_path: Path) -> None:
     recipe = load_settings(TrainSettings, [FOLDER / f"{RECIPES[form]}.toml"])
     chat = ChatFormat.load(like_qwen3_base(tmp_path), recipe.chat)
     assert [chat.decode([token]) for token in chat.stop_ids] == [END, END_OF_TEXT]

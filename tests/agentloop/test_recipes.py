@@ -44,13 +44,13 @@ def train_settings(name: str) -> TrainSettings:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipes_settings_are_valid(path: Path) -> None:
+def test_recipes_settings_are_valid(path: Path) -> None:
     settings: Any = load_recipe(path)
     assert not settings.run.name or settings.run.name == path.stem
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_named_in_any_folder(
+def test_recipe_is_named_in_any_folder(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,7 +61,7 @@ def test_a_recipe_is_named_in_any_folder(
     assert load_settings(type(settings), [extending]) == settings
 
 
-def test_a_recipe_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
+def test_recipe_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no recipe 'smal' \(did you mean small\?\)"):
         load_settings(TrainSettings, ["smal"])
     with pytest.raises(SettingsError, match=r"no recipe 'x' \(did you mean .* or laptop or "):
@@ -72,7 +72,7 @@ def test_a_recipe_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path
         load_settings(TrainSettings, [], ["chat.template=papier"])
 
 
-def test_a_run_without_a_recipe_suits_a_laptop() -> None:
+def test_run_without_a_recipe_suits_a_laptop() -> None:
     laptop = Machine(ram_bytes=8 << 30, disk_free_bytes=8 << 30)
     made = plan(load_settings(TrainSettings, [], ["budget.max_response_tokens=2048"]), laptop)
     assert made.warnings == ()
@@ -80,7 +80,7 @@ def test_a_run_without_a_recipe_suits_a_laptop() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_in_the_table_and_its_commands_are_there(path: Path) -> None:
+def test_recipe_is_in_the_table_and_its_commands_are_there(path: Path) -> None:
     table = (ROOT / "docs" / "recipes" / "README.md").read_text()
     assert f"[{path.name}](../../agentloop/cli/recipes/{path.name})" in table
     named = re.findall(r"agentloop (?:sft|train|evaluate) ([\w-]+)", path.read_text())
@@ -96,12 +96,12 @@ def test_qwen3_14b_fits_on_gpus_of_80_gb(name: str) -> None:
     assert made.num_gpus == (64 if on_cluster else 8)
 
 
-def test_the_papers_third_stage_has_other_problems() -> None:
+def test_papers_third_stage_has_other_problems() -> None:
     first, second, third = (train_settings(f"paper-stage{number}") for number in (1, 2, 3))
     assert first.tasks.paths == second.tasks.paths != third.tasks.paths
 
 
-def test_the_papers_evaluation_asks_as_its_training_does() -> None:
+def test_papers_evaluation_asks_as_its_training_does() -> None:
     s = load_settings(EvaluateSettings, [FOLDER / "evaluate-paper.toml"])
     trained = train_settings("paper-stage3")
     names = ("system", "template", "kind")
@@ -109,7 +109,7 @@ def test_the_papers_evaluation_asks_as_its_training_does() -> None:
     assert (s.env, s.reward) == (trained.env, trained.reward)
 
 
-def test_the_recipe_for_one_gpu_fits_into_24_gb(tmp_path: Path) -> None:
+def test_recipe_for_one_gpu_fits_into_24_gb(tmp_path: Path) -> None:
     qwen3_600m = """{"model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 1024,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
@@ -156,7 +156,7 @@ def imitate(chat: ChatFormat, *turns: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(120)  # transformers is slow to import
-def test_a_base_model_is_trained_in_the_papers_form_without_work_by_hand(tmp_path: Path) -> None:
+def test_base_model_is_trained_in_the_papers_form_without_work_by_hand(tmp_path: Path) -> None:
     chat = ChatFormat.load(like_qwen3_base(tmp_path), paper_settings())
     assert chat.generation_prompt == "<|im_start|>assistant\n<reason>"
     assert [chat.decode([token]) for token in chat.stop_ids] == [END, END_OF_TEXT]
@@ -193,7 +193,7 @@ def test_a_base_model_is_trained_in_the_papers_form_without_work_by_hand(tmp_pat
         ),
     ],
 )
-def test_a_turn_without_a_thought_is_learned_with_an_empty_one(
+def test_turn_without_a_thought_is_learned_with_an_empty_one(
     tmp_path: Path, message: dict[str, Any], learned: str
 ) -> None:
     chat = ChatFormat.load(like_qwen3_base(tmp_path), paper_settings())
@@ -214,7 +214,7 @@ OPENED = TEMPLATE.replace("assistant\n' }}", "assistant\n<reason>' }}")
         ),
     ],
 )
-def test_a_template_that_cannot_be_imitated_is_refused_with_what_to_do(
+def test_template_that_cannot_be_imitated_is_refused_with_what_to_do(
     source: str, content: str, message: str
 ) -> None:
     chat = ChatFormat(tokenizer(), template(source))
@@ -222,7 +222,7 @@ def test_a_template_that_cannot_be_imitated_is_refused_with_what_to_do(
         imitate(chat, {"role": "assistant", "content": content})
 
 
-def test_the_template_is_kept_in_a_runs_settings(tmp_path: Path) -> None:
+def test_template_is_kept_in_a_runs_settings(tmp_path: Path) -> None:
     settings = train_settings("paper-stage1")
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")

@@ -18,7 +18,7 @@ from tests.support import FakeSGLang, eventually
 
 
 @pytest.mark.parametrize("in_group", [False, True])
-def test_the_logs_are_kept_if_the_error_refers_to_one(in_group: bool) -> None:
+def test_logs_are_kept_if_the_error_refers_to_one(in_group: bool) -> None:
     kept = folder_kept_on_error()
     folder = kept.__enter__()
     error: Exception = ServerStartError("it died", log_path=folder / "sglang-1.log")
@@ -30,7 +30,7 @@ def test_the_logs_are_kept_if_the_error_refers_to_one(in_group: bool) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [None, Path("/var/log/sglang.log")])
-def test_the_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
+def test_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
     with pytest.raises(ServerError), folder_kept_on_error() as folder:
         raise ServerError(f"it died, see {folder}", log_path=elsewhere)
     assert not folder.exists()
@@ -41,7 +41,7 @@ def test_the_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
 
 @pytest.mark.parametrize(("setting", "name"), [("", "small"), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")])
 @pytest.mark.anyio
-async def test_a_model_is_served_by_its_folders_name_or_by_the_one_that_is_set(
+async def test_model_is_served_by_its_folders_name_or_by_the_one_that_is_set(
     setting: str, name: str
 ) -> None:
     async with (

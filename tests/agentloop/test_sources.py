@@ -79,8 +79,8 @@ def is_said(setting: str, said: Collection[str]) -> bool:
     return any(setting == name or setting.startswith(f"{name}.") for name in said)
 
 
-def not_in(setting: str, given: Collection[str]) -> bool:
-    return not any(is_said(name, [setting]) for name in given)
+def not_in(setting: str, inputs: Collection[str]) -> bool:
+    return not any(is_said(name, [setting]) for name in inputs)
 
 
 def value(settings: Any, name: str) -> Any:
@@ -95,7 +95,7 @@ ROWS = [(name, row) for name in RECIPES for row in tables()[name]]
 ELSEWHERE = ("extends", "run.name", "env.args.system")
 
 
-def test_the_papers_recipes_and_the_releases_have_tables() -> None:
+def test_papers_recipes_and_the_releases_have_tables() -> None:
     names = {path.name for path in FOLDER.glob("*.toml") if "paper" in path.name}
     assert set(RECIPES) == names | {"release-8gpu.toml"}
 
@@ -107,12 +107,12 @@ def test_every_value_of_a_recipe_has_a_source(name: str) -> None:
         ELSEWHERE
     )
     not_stated = SOURCES[name].get("not_stated", [])
-    said = {*table, *not_stated}
-    assert sorted(setting for setting in settings_given if not is_said(setting, said)) == []
+    text = {*table, *not_stated}
+    assert sorted(setting for setting in settings_given if not is_said(setting, text)) == []
     assert sorted(setting for setting in not_stated if not_in(setting, settings_given)) == []
 
 
-def test_the_release_inherits_only_what_no_source_states() -> None:
+def test_release_inherits_only_what_no_source_states() -> None:
     table = {row.setting: row for row in tables()["release-8gpu.toml"]}
     inherited = [row for base in bases("release-8gpu.toml")[:-1] for row in tables()[base]]
     stated = {row.setting for row in inherited if row.there is not None}
@@ -120,7 +120,7 @@ def test_the_release_inherits_only_what_no_source_states() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_the_values_of_its_table(name: str) -> None:
+def test_recipe_has_the_values_of_its_table(name: str) -> None:
     settings = load_settings(COMMANDS.get(name, TrainSettings), [FOLDER / name])
     expected = {setting: row.here for setting, row in rows(name).items()}
     assert expected["chat.template"] == "paper"
@@ -130,12 +130,12 @@ def test_a_recipe_has_the_values_of_its_table(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{n}: {row.setting}" for n, row in ROWS])
-def test_a_difference_has_its_reason_and_nothing_else_has_one(name: str, row: Row) -> None:
+def test_difference_has_its_reason_and_nothing_else_has_one(name: str, row: Row) -> None:
     assert bool(row.why) == (row.here != row.there), row
     assert row.where or row.there is None
 
 
-def test_a_setting_is_named_once() -> None:
+def test_setting_is_named_once() -> None:
     for name in RECIPES:
         named = [row.setting for row in tables()[name]] + SOURCES[name].get("not_stated", [])
         assert len(named) == len(set(named)), name

@@ -51,7 +51,7 @@ def test_everything_beside_the_ids_is_as_long_as_they() -> None:
     assert list(MADE) == MADE.turns
 
 
-def test_an_empty_one_is_one_too() -> None:
+def test_empty_one_is_one_too() -> None:
     empty = Trajectory("t", [])
     assert (empty.ids, empty.mask, empty.logprobs, empty.versions, empty.text) == (
         [],
@@ -78,7 +78,7 @@ def test_plain_data_is_json_and_can_be_read_again() -> None:
 
 
 @pytest.mark.parametrize("status", list(ToolCallStatus))
-def test_the_model_is_not_blamed_for_what_others_did(status: ToolCallStatus) -> None:
+def test_model_is_not_blamed_for_what_others_did(status: ToolCallStatus) -> None:
     not_failures = {"ok", "caller", "cancelled", "infrastructure"}
     assert status.failed == (status.value not in not_failures)
 
@@ -112,7 +112,7 @@ def test_time_in_which_tools_ran_is_that_of_any(spans: list[list[int]]) -> None:
     assert ran(*((float(start), float(end)) for start, end in spans)).tool_run_s == len(seconds)
 
 
-def test_a_rollout_used_its_time_if_its_calls_took_half_of_it() -> None:
+def test_rollout_used_its_time_if_its_calls_took_half_of_it() -> None:
     assert ran((0.0, 2.0), (4.0, 7.0)).used_its_time
     assert not ran((0.0, 4.9)).used_its_time  # the rest was waited for
     assert not ran(elapsed_s=10.0).used_its_time
@@ -122,7 +122,7 @@ def test_a_rollout_used_its_time_if_its_calls_took_half_of_it() -> None:
 @given(
     st.text(), st.integers(0, 99), st.lists(st.from_regex(r"[a-z_][a-z_0-9]*|\d+", fullmatch=True))
 )
-def test_a_conversations_id_begins_with_its_rollouts(
+def test_conversations_id_begins_with_its_rollouts(
     group: str, index: int, later: list[str]
 ) -> None:
     rollout = f"{group}.{index}"

@@ -54,7 +54,7 @@ def results() -> dict[int, Result]:
     return {age: train(SMALL, "balanced", age, 1, at_best) for age in (0, 1, 2)}
 
 
-def test_the_same_seed_gives_the_same_table() -> None:
+def test_same_seed_gives_the_same_table() -> None:
     shape = replace(SMALL, steps=4)
     first, second = (table(run_all(shape, ["balanced"], [0, 1], [3])) for _ in range(2))
     assert first == second
@@ -90,7 +90,7 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(results: dict[int, Resul
 
 
 @pytest.mark.parametrize("age", [0, 1])
-def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch starts as soon as its last group has finished and the learner is free.
 
     Its groups start as soon as the weights are live; with a staleness of up to 1 they are the next
@@ -134,7 +134,7 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
         assert {started[number] for number in numbers} == {live[max(0, index - age)]}
 
 
-def test_a_turn_continues_with_new_weights() -> None:
+def test_turn_continues_with_new_weights() -> None:
     async def check() -> None:
         server = Server("a", ServerParams(), load_s=5.0)
         server.version = "3"
@@ -160,7 +160,7 @@ def test_a_turn_continues_with_new_weights() -> None:
     virtual_time.run(check)
 
 
-def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     small = "--regimes balanced --seeds 1 --staleness 0 --tasks 2 --group-size 4 --budget 1000"
     main(["model", *small.split(), "--warm-up", "1", "--steps", "2", "--out", str(out)])

@@ -17,18 +17,18 @@ figures = st.dictionaries(
 
 
 @given(figures, st.data())
-def test_a_figure_falls_by_more_than_a_tenth(before: dict[str, float], data: st.DataObject) -> None:
+def test_figure_falls_by_more_than_a_tenth(before: dict[str, float], data: st.DataObject) -> None:
     falls = {name: data.draw(st.booleans()) for name in before}
     current = {name: value * (0.89 if falls[name] else 0.91) for name, value in before.items()}
     assert fallen(before, current) == [name for name in before if falls[name]]
 
 
-def test_a_figure_that_is_missing_fell() -> None:
+def test_figure_that_is_missing_fell() -> None:
     assert fallen({"a": 1.0, "b": 2.0}, {"a": 5.0, "new": 0.1}) == ["b"]
 
 
 @given(st.dictionaries(st.sampled_from(list(CHECKS)), figures))
-def test_the_file_holds_what_was_written(baselines: dict[str, dict[str, float]]) -> None:
+def test_file_holds_what_was_written(baselines: dict[str, dict[str, float]]) -> None:
     read = tomllib.loads(to_toml(baselines))
     assert read.keys() == baselines.keys()
     for name, row in baselines.items():
@@ -40,7 +40,7 @@ def test_each_check_has_its_baselines() -> None:
     assert medians([{"a": 3.0}, {"a": 1.0}, {"a": 2.0}]) == {"a": 2.0}
 
 
-def test_a_fall_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fall_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The simulation of the router takes no real servers, and gives the same figures each time."""
     on_file = tomllib.loads(BASELINES.read_text())
     (goodput,) = (name for name in on_file["router"] if "goodput" in name)

@@ -31,7 +31,7 @@ def test_layers_leave_the_residual_stream_alone() -> None:
     assert all(tensors[f"model.layers.2.self_attn.{kind}_proj.weight"].any() for kind in "qkv")
 
 
-def test_a_countdown_ends_with_the_end_token() -> None:
+def test_countdown_ends_with_the_end_token() -> None:
     assert countdown(3) == [2, 1, EOS]
     assert countdown(1) == [EOS]
     assert len(countdown(LONGEST)) == LONGEST
@@ -50,7 +50,7 @@ def test_filler_starts_no_countdown_and_is_in_the_vocabulary() -> None:
     assert not head[LONGEST:].any()  # so it is never predicted
 
 
-def test_a_folder_holds_what_its_config_says(tmp_path: Path) -> None:
+def test_folder_holds_what_its_config_says(tmp_path: Path) -> None:
     folder = save(tmp_path / "new" / "model", num_layers=2, context_length=512)
     content = json.loads((folder / "config.json").read_text())
     assert content == config(num_layers=2, context_length=512)

@@ -32,7 +32,7 @@ def ask(key: str = "new", *, group: str = "", num_shared: int = 0) -> PlacementR
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_seed_decides_the_same(policy: str) -> None:
+def test_same_seed_decides_the_same(policy: str) -> None:
     def decisions(seed: int) -> list[DataParallelRank | None]:
         books = ledger()
         placement = make_policy(policy, books, seed=seed)

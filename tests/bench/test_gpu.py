@@ -56,7 +56,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path, monkeypatch)
 
 
-def test_a_part_that_succeeded_is_not_run_again(
+def test_part_that_succeeded_is_not_run_again(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (runs(), runs.num_started) == (0, 1)
@@ -69,7 +69,7 @@ def test_a_part_that_succeeded_is_not_run_again(
     assert (runs("--size", "full"), runs.num_started) == (0, 3), "another size is another result"
 
 
-def test_a_part_that_failed_is_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_part_that_failed_is_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.program = "raise SystemExit('out of memory')"
     assert (runs("--only", "step"), runs.num_started) == (1, 1)
     assert "ended with 1: out of memory (see " in capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_a_part_that_failed_is_run_again(runs: Runs, capsys: pytest.CaptureFixtu
     assert (runs("--only", "step"), runs.num_started) == (0, 3)
 
 
-def test_a_part_that_takes_too_long_is_killed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_takes_too_long_is_killed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.program = "import signal; signal.pause()"
     monkeypatch.setattr(gpu, "PARTS", {"step": gpu.Part("", (), 0.5)})
     assert runs() == 1
@@ -94,7 +94,7 @@ def test_parts_exist_and_are_short() -> None:
         assert part.limit_s <= 480
 
 
-def test_a_gpu_is_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_gpus, reason in ((0, "torch sees no GPU"), (1, None)):
         monkeypatch.setattr(gpu, "_num_gpus", lambda n=num_gpus: n)
         assert gpu.missing(gpu.Part("", ()), "cuda") == reason
@@ -104,7 +104,7 @@ def test_a_gpu_is_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.missing(gpu.Part("", ("cuda",)), "cpu") == "needs a GPU"
 
 
-def test_the_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list"]) == 0
     output = capsys.readouterr().out
     for name, part in gpu.PARTS.items():
@@ -113,7 +113,7 @@ def test_the_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("setup", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
-def test_the_runs_settings_are_valid(setup: Setup, tmp_path: Path) -> None:
+def test_runs_settings_are_valid(setup: Setup, tmp_path: Path) -> None:
     handover.make_model(tmp_path / "model", 8, 1024)
     command, recipe, *overrides = gpu_servers.train_arguments(setup, tmp_path / "model", 10)
     settings = check_settings(load_settings(TrainSettings, [Path(recipe)], overrides))

@@ -35,7 +35,7 @@ def test_lengths_have_a_long_tail() -> None:
     assert max(lengths) == 2048
 
 
-def test_a_batch_has_prompts_turns_and_observations() -> None:
+def test_batch_has_prompts_turns_and_observations() -> None:
     batch = agentic_batch(0, 4096, 512)  # Batch checks itself
     assert 0.5 < batch.mask.mean() < 0.75
     for start, length in zip(batch.starts, batch.lengths, strict=True):
@@ -71,7 +71,7 @@ def test_padding_is_to_the_longest_of_its_batch() -> None:
     assert waste(lengths, [[1, 3], [0, 2]]) == 0
 
 
-def test_a_ratio_is_of_the_same_round() -> None:
+def test_ratio_is_of_the_same_round() -> None:
     async def step(batch: Path) -> dict[str, Any]:
         raise NotImplementedError
 

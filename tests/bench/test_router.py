@@ -52,7 +52,7 @@ def test_every_rollout_ends_once_with_its_tokens(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["kv", "power_of_two", "cache_aware"])
-def test_the_same_seed_gives_the_same_run(policy: str) -> None:
+def test_same_seed_gives_the_same_run(policy: str) -> None:
     first, second = (Simulation(small_trace(5), policy, 3, SMALL).run() for _ in range(2))
     for result in (first, second):  # wall-clock times differ
         result.wall_s = result.choose_us = result.choose_p90_us = 0.0
@@ -117,7 +117,7 @@ def test_no_policy_goes_below_the_bound(
     assert result.makespan_s >= lower_bound_s(trace, num_servers, params) - 1e-6
 
 
-def test_the_bound_is_met_by_one_rollout_alone() -> None:
+def test_bound_is_met_by_one_rollout_alone() -> None:
     params = ServerParams(prefill_s=0.0)
     trace = [RolloutSpec("g", 500, (TurnSpec(300, 50, 2.0), TurnSpec(200, 0, 0.0)))]
     result = Simulation(trace, "kv", 1, Options(num_servers=1, params=params)).run()
@@ -125,7 +125,7 @@ def test_the_bound_is_met_by_one_rollout_alone() -> None:
     assert result.makespan_s == pytest.approx(lower_bound_s(trace, 1, params), rel=1e-3)
 
 
-def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     row = {"group": "g1", "prompt_tokens": 812, "turns": [[100, 20, 0.5], [50, 0, 0]]}
     path.write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
@@ -136,7 +136,7 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_a_made_trace_keeps_its_bounds() -> None:
+def test_made_trace_keeps_its_bounds() -> None:
     trace = make_trace(1, num_groups=20, max_turns=7, budget=4000)
     assert len(trace) == 640
     for spec in trace:
@@ -148,7 +148,7 @@ def test_a_made_trace_keeps_its_bounds() -> None:
     assert trace == make_trace(1, num_groups=20, max_turns=7, budget=4000)
 
 
-def test_the_table_has_a_row_for_each_policy() -> None:
+def test_table_has_a_row_for_each_policy() -> None:
     results = run_all(["static", "kv"], [1, 2], SMALL, small_trace)
     lines = table(results).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["static", "kv"]

@@ -101,7 +101,7 @@ def test_every_job_ends_once_with_all_its_tokens(
     assert server.num_retracted == sum(submitted.num_retractions for _, submitted in jobs)
 
 
-def test_a_single_job_takes_the_computed_time() -> None:
+def test_single_job_takes_the_computed_time() -> None:
     server = ServerModel(ServerParams())
     params = server.params
     (finished,) = run(server, [(1.0, job("a", 100, 50))])
@@ -141,7 +141,7 @@ def test_jumping_is_the_same_as_stepping() -> None:
         assert expected.finished_s == pytest.approx(actual.finished_s)
 
 
-def test_a_returning_trajectory_finds_its_context() -> None:
+def test_returning_trajectory_finds_its_context() -> None:
     server = ServerModel(PARAMS)
     first, second = job("a.0", 100, 50), job("a.1", 160, 10)
     run(server, [(0.0, first), (50.0, second)])
@@ -157,7 +157,7 @@ def test_later_siblings_find_the_prompt_but_not_those_of_the_same_batch() -> Non
     ] == [0, 79, 79, 79]
 
 
-def test_the_least_recently_used_is_evicted_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     server = ServerModel(PARAMS)
     run(server, [(float(9 * n), job(f"k{n}.0", 290, 10)) for n in range(4)])
     late = [job(f"k{n}.1", 310, 10) for n in (1, 0)]
@@ -167,7 +167,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_a_pool_that_overflows_retracts(half: bool) -> None:
+def test_pool_that_overflows_retracts(half: bool) -> None:
     params = ServerParams(capacity=1000, conservativeness=0.01, retract_half=half)
     server = ServerModel(params)
     jobs = [job(f"j{n}", 60, 120) for n in range(8)]
@@ -179,12 +179,12 @@ def test_a_pool_that_overflows_retracts(half: bool) -> None:
     assert sum(member.num_recomputed for member in jobs) > 0
 
 
-def test_a_careful_server_does_not_overflow() -> None:
+def test_careful_server_does_not_overflow() -> None:
     server = ServerModel(ServerParams(capacity=1000, conservativeness=2.0))
     run(server, [(0.0, job(f"j{n}", 60, 120)) for n in range(8)])
     assert server.num_retracted == 0
 
 
-def test_a_job_that_never_fits_is_refused() -> None:
+def test_job_that_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="a is larger than the pool"):
         ServerModel(PARAMS).submit(job("a", 800, 200), 0.0)

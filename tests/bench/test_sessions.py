@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_the_length_of_a_history_does_not_change_what_is_encoded(protocol: str) -> None:
+async def test_length_of_a_history_does_not_change_what_is_encoded(protocol: str) -> None:
     endpoint = Endpoint(0.0)
     counts: list[int] = []
     async with endpoint.serving(), ClientSession() as http:

@@ -12,8 +12,8 @@ def test_problems_are_distinct(tmp_path: Path) -> None:
     row = json.loads(lines[0])
     answer = [{"role": "assistant", "content": rf"It is \boxed{{{row['answer']}}}."}]
     wrong = [{"role": "assistant", "content": r"It is \boxed{x}."}]
-    right, other = reward([answer, wrong], answer=[row["answer"]] * 2)
-    assert right >= 1 > other
+    right, second = reward([answer, wrong], answer=[row["answer"]] * 2)
+    assert right >= 1 > second
 
 
 def test_first_step_does_not_count(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from bench import virtual_time
 
 
-def test_an_hour_takes_no_time_and_timers_keep_their_order() -> None:
+def test_hour_takes_no_time_and_timers_keep_their_order() -> None:
     wakeups: list[tuple[str, float]] = []
 
     async def sleeper(name: str, seconds: float) -> None:
@@ -49,6 +49,6 @@ def test_work_of_threads_is_done_before_the_clock_advances() -> None:
     assert anyio.to_thread.run_sync is real
 
 
-def test_a_deadlock_raises() -> None:
+def test_deadlock_raises() -> None:
     with pytest.raises(virtual_time.Deadlock):
         virtual_time.run(anyio.Event().wait)

@@ -51,12 +51,12 @@ def batch(rng: random.Random, generator: torch.Generator) -> dict[str, object]:
     }
 
 
-def attend(backend: TorchNativeAttnBackend, given: dict[str, object]) -> torch.Tensor:
-    name = "_run_sdpa_forward_extend" if "extend_seq_lens" in given else "_run_sdpa_forward_decode"
-    query = given["query"]
+def attend(backend: TorchNativeAttnBackend, inputs: dict[str, object]) -> torch.Tensor:
+    name = "_run_sdpa_forward_extend" if "extend_seq_lens" in inputs else "_run_sdpa_forward_decode"
+    query = inputs["query"]
     assert isinstance(query, torch.Tensor)
     output = torch.full_like(query, float("nan"))
-    result: torch.Tensor = getattr(backend, name)(**{**given, "output": output})
+    result: torch.Tensor = getattr(backend, name)(**{**inputs, "output": output})
     return result
 
 
@@ -68,15 +68,15 @@ def main() -> None:
     largest = 0.0
     for seed in range(int(sys.argv[1])):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        given = batch(rng, generator)
+        inputs = batch(rng, generator)
         ours, theirs = batched_attention(runner), TorchNativeAttnBackend(runner)
         for _ in range(2):  # two layers of one forward
-            difference = (attend(ours, given) - attend(theirs, given)).abs().max()
+            difference = (attend(ours, inputs) - attend(theirs, inputs)).abs().max()
             largest = max(largest, float(difference.nan_to_num(nan=float("inf"))))
         groups = ours._groups
         assert groups is not None
         assert not any(isinstance(group, int) for group in groups), "left to SGLang's loop"
-        windowed = {**given, "sliding_window_size": 20}
+        windowed = {**inputs, "sliding_window_size": 20}
         ours.init_forward_metadata(SimpleNamespace(out_cache_loc=None))
         assert torch.equal(attend(ours, windowed), attend(theirs, windowed))
         assert ours._groups is None, "a sliding window is left to SGLang's loop"

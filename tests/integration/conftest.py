@@ -35,8 +35,8 @@ def need(what: str) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _missing:
         terminalreporter.section("NOT TESTED, because real parts are missing", red=True)
-        for what in sorted(_missing):
-            terminalreporter.line(f"* {what}")
+        for kind in sorted(_missing):
+            terminalreporter.line(f"* {kind}")
 
 
 @pytest.fixture(scope="session")

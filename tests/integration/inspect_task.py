@@ -37,7 +37,7 @@ def python_code_with_standard_io() -> Tool:
             code: The program.
             input: What it reads.
         """
-        said = re.fullmatch(r"\s*print\(([-+*() \d]{1,100})\)\s*", code)
-        return str(eval(said[1])) if said else "SyntaxError: print(SUM) is expected"
+        stated = re.fullmatch(r"\s*print\(([-+*() \d]{1,100})\)\s*", code)
+        return str(eval(stated[1])) if stated else "SyntaxError: print(SUM) is expected"
 
     return execute

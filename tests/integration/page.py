@@ -50,8 +50,10 @@ class Seen:
     expected: list[str] = field(default_factory=list)  # parts of what a test provokes
 
     def check(self) -> None:
-        left = [one for one in self.wrong if not any(part in one for part in self.expected)]
-        assert not left, left
+        remaining = [
+            first for first in self.wrong if not any(part in first for part in self.expected)
+        ]
+        assert not remaining, remaining
 
     def watch(self, page: Page) -> None:
         page.on("console", lambda said: self._said(said.type, said.text))
@@ -82,22 +84,22 @@ def looking(
         **options,
     )
     context.set_default_timeout(_WAIT_MS)
-    seen = Seen(f"{parts.scheme}://{parts.netloc}")
+    observed = Seen(f"{parts.scheme}://{parts.netloc}")
     try:
         page = context.new_page()
-        seen.watch(page)
+        observed.watch(page)
         page.goto(url)
-        yield page, seen
+        yield page, observed
     finally:
         context.close()
-    seen.check()
+    observed.check()
 
 
 def violations(page: Page) -> list[str]:
     """Of WCAG and of good practice, as axe finds them."""
     page.evaluate(_AXE + "\n;null")
-    found = page.evaluate(_RUN_AXE)
+    result = page.evaluate(_RUN_AXE)
     return [
-        f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:3]}"
-        for one in found["violations"]
+        f"{first['id']}: {first['help']}: {[node['target'] for node in first['nodes']][:3]}"
+        for first in result["violations"]
     ]

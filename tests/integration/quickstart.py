@@ -56,7 +56,9 @@ class QuickStart:
         lines = [line for line in lines if only or not _LEFT_OUT.match(line)]
         assert lines
         unset = " ".join(f"-u {name}" for name in environment)
-        script = "".join(f"env {unset} {one}" if "--dry-run" in one else one for one in lines)
+        script = "".join(
+            f"env {unset} {first}" if "--dry-run" in first else first for first in lines
+        )
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         ended = subprocess.run(
             ["bash", "-euxc", script.replace(URL, url)],

@@ -43,16 +43,16 @@ async def open_player(name: str) -> AsyncIterator[tuple[RollsOut, WaitForCapacit
 
 
 async def rolled_out(runtimes: RemoteRuntimes, *names: str) -> dict[str, RolledOut]:
-    found: dict[str, RolledOut] = {}
+    actual: dict[str, RolledOut] = {}
 
     async def ask(name: str) -> None:
         task = Task(f"task-{name}", LARGE, "3")
-        found[name] = await runtimes.run(GroupRequest(task, name, 2, Budget()))
+        actual[name] = await runtimes.run(GroupRequest(task, name, 2, Budget()))
 
     async with anyio.create_task_group() as tasks:
         for name in names:
             tasks.start_soon(ask, name)
-    return found
+    return actual
 
 
 def host_of(raylet_of_home: int) -> int:
@@ -79,15 +79,15 @@ async def main(address: str, raylet: int) -> None:
         starts = {name: starting(name) for name in NAMES}
         async with runtimes.running(starts, {name: partial(open_player, name) for name in NAMES}):
             result = await runtimes.sync(PublishedFolder("0", Path.cwd()), timeout_s=60)
-            found = await rolled_out(runtimes, *map(str, range(10)))
+            actual = await rolled_out(runtimes, *map(str, range(10)))
             os.kill(host_of(raylet), signal.SIGKILL)
-            found |= await rolled_out(runtimes, *map(str, range(10, 20)))
+            actual |= await rolled_out(runtimes, *map(str, range(10, 20)))
             await eventually(lambda: runtimes.describe().count("running") == 2, within_s=600)
             assert await runtimes.sync_stale(result, timeout_s=60)
             last = await rolled_out(runtimes, *map(str, range(20, 40)))
-        rows = [(name, row.task) for name, group in (found | last).items() for row in group.rows]
-        both = {row.reason for group in last.values() for row in group.rows}
-        print(json.dumps({"rows": sorted(rows), "both": sorted(both), "loaded": result.loaded}))
+        rows = [(name, row.task) for name, group in (actual | last).items() for row in group.rows]
+        pair = {row.reason for group in last.values() for row in group.rows}
+        print(json.dumps({"rows": sorted(rows), "both": sorted(pair), "loaded": result.loaded}))
 
 
 if __name__ == "__main__":

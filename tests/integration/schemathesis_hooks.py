@@ -117,10 +117,10 @@ def _rollouts(body: dict[str, Any]) -> None:
 
 def _few(things: list[Any]) -> list[Any]:
     few: list[Any] = []
-    for thing in things:
-        if len(json.dumps([*few, thing])) > _MAX_CHARS:
+    for value in things:
+        if len(json.dumps([*few, value])) > _MAX_CHARS:
             break
-        few.append(thing)
+        few.append(value)
     return few
 
 

@@ -59,11 +59,13 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_command(seen: list[Message]) -> str:
     """Take or do the first thing that is listed and could be what the quest asks for."""
     listed = seen[-1]["content"].rpartition("You can: ")[2].split(", ")
-    wanted = [one for one in listed if re.match(r"take|open|insert|put|eat|unlock|go", one)]
+    wanted = [
+        single for single in listed if re.match(r"take|open|insert|put|eat|unlock|go", single)
+    ]
     return f"I think.\n> {wanted[0] if wanted else listed[0]}"
 
 
-async def test_a_text_adventure_is_played(games: Path) -> None:
+async def test_text_adventure_is_played(games: Path) -> None:
     arguments = {"file": str(games / "*.z8"), "lists_commands": True, "max_moves": 30}
     game = textworld.game.with_arguments(arguments)
     files = {task_of(game, seed).file for seed in range(20)}
@@ -81,7 +83,7 @@ async def test_a_text_adventure_is_played(games: Path) -> None:
     assert not re.search(r"[|>$]", first["content"])
 
 
-async def test_a_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
+async def test_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
     library = importlib.import_module("textworld")
     file = str(games / "1.z8")
     walkthrough = library.Game.load(file.replace(".z8", ".json")).metadata["walkthrough"]
@@ -171,7 +173,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def last_user(seen: list[Message]) -> str:
-    return str(next(one["content"] for one in reversed(seen) if one["role"] == "user"))
+    return str(next(single["content"] for single in reversed(seen) if single["role"] == "user"))
 
 
 def right(seen: list[Message]) -> str:
@@ -180,7 +182,7 @@ def right(seen: list[Message]) -> str:
 
 
 @pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda seen: "no idea", 0.0)])
-async def test_an_inspect_task_is_solved_and_scored(
+async def test_inspect_task_is_solved_and_scored(
     tasks: Path, script: Callable[[list[Message]], Said], value: float
 ) -> None:
     arguments = {"name": f"{tasks}@sums", "args": {"system": "Add."}}
@@ -189,11 +191,14 @@ async def test_an_inspect_task_is_solved_and_scored(
     for episode in await play(sample, host, size=3):
         assert episode.reward is not None
         assert episode.reward.value == value, episode.reward
-    assert [one["content"] for one in host.asked[0][1]] == ["Add.", host.asked[0][1][1]["content"]]
+    assert [single["content"] for single in host.asked[0][1]] == [
+        "Add.",
+        host.asked[0][1][1]["content"],
+    ]
     assert len({task_of(sample, seed).row for seed in range(40)}) == 5
 
 
-async def test_an_inspect_task_runs_its_tools(tasks: Path) -> None:
+async def test_inspect_task_runs_its_tools(tasks: Path) -> None:
     def script(seen: list[Message]) -> Said:
         if seen[-1]["role"] == "tool":
             assert seen[-2]["tool_calls"][0]["function"]["name"] == "add"
@@ -215,7 +220,7 @@ async def test_an_inspect_task_runs_its_tools(tasks: Path) -> None:
     assert len(endless.asked) == 2
 
 
-async def test_a_grader_of_inspect_is_another_agent(tasks: Path) -> None:
+async def test_grader_of_inspect_is_another_agent(tasks: Path) -> None:
     def script(seen: list[Message]) -> str:
         return "GRADE: C" if "GRADE" in last_user(seen) else "2"
 
@@ -244,7 +249,7 @@ def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
             task_of(inspect_ai.sample.with_arguments({"name": name}))
 
 
-async def test_a_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
+async def test_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
     def gone(seen: list[Message]) -> Said:
         raise ServerUnavailable("gone")
 
@@ -369,10 +374,10 @@ def serving_openenv(file: Path, source: str) -> Iterator[str]:
         process.wait()
 
 
-async def test_an_episode_of_openenv_is_played(openenv_url: str) -> None:
+async def test_episode_of_openenv_is_played(openenv_url: str) -> None:
     arguments = {"url": openenv_url, "reset": {"number": 2}, "max_sessions": 4}
-    said = ("I do not know.", '{"number": "x"}', '{"number": 1}', 'Now {"number": 2}.')
-    host = Scripted(lambda seen: said[len(seen) // 2 - 1])
+    stated = ("I do not know.", '{"number": "x"}', '{"number": 1}', 'Now {"number": 2}.')
+    host = Scripted(lambda seen: stated[len(seen) // 2 - 1])
     for episode in await play(openenv.episode.with_arguments(arguments), host, size=6):
         assert episode.reward is not None
         assert episode.reward.parts == {"reward": 1.0, "steps": 4.0}
@@ -381,9 +386,9 @@ async def test_an_episode_of_openenv_is_played(openenv_url: str) -> None:
     assert "Guess!" in first["content"]
 
 
-async def test_the_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
-    said: list[Said] = [*(("guess", {"number": number}) for number in ("x", 1, 2)), "Done."]
-    host = Scripted(lambda seen: said[len(seen) - 1])
+async def test_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
+    stated: list[Said] = [*(("guess", {"number": number}) for number in ("x", 1, 2)), "Done."]
+    host = Scripted(lambda seen: stated[len(seen) - 1])
     with serving_openenv(tmp_path / "server.py", OPENENV_TOOLS) as url:
         arguments = {"url": url, "reset": {"number": 2}, "max_sessions": 4}
         for episode in await play(openenv.episode.with_arguments(arguments), host, size=3):
@@ -395,7 +400,7 @@ async def test_the_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
     assert answers[1:] == ["ok: higher", "ok: right"]
 
 
-async def test_an_environment_of_openenv_that_raises_gives_no_reward(openenv_url: str) -> None:
+async def test_environment_of_openenv_that_raises_gives_no_reward(openenv_url: str) -> None:
     game = openenv.episode.with_arguments({"url": openenv_url})
     with pytest.raises(RequestError, match=r"openenv: step: ouch"):
         await play(game, Scripted(lambda seen: '{"number": -1}'))

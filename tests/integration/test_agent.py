@@ -39,7 +39,7 @@ async def runtime(docker_engine: None, sglang_url: str) -> AsyncIterator[Runtime
 
 
 @pytest.mark.gate
-async def test_a_question_is_answered_by_a_call_in_a_container(runtime: Runtime) -> None:
+async def test_question_is_answered_by_a_call_in_a_container(runtime: Runtime) -> None:
     trajectory = await runtime.rollout("What is 37 times 48?", sampling=GREEDY)
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert "\\boxed{1776}" in trajectory.text
@@ -76,18 +76,18 @@ async def test_ids_replayed_as_one_prompt_have_the_same_logprobs(
     assert set(trajectory.versions) == {None, "default"}
 
 
-async def test_a_model_whose_tokenizer_has_another_end_of_text_ends_its_turns(
+async def test_model_whose_tokenizer_has_another_end_of_text_ends_its_turns(
     sglang_installed: None, tmp_path: Path
 ) -> None:
     """As Qwen3's base models: everything but the template says that a text ends otherwise."""
     model = tmp_path / "base"
     shutil.copytree(SMALL, model)
-    for name, told in (
+    for name, reported in (
         ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
         ("config.json", {"eos_token_id": 0}),
         ("generation_config.json", {"eos_token_id": 0}),
     ):
-        config = orjson.loads((model / name).read_bytes()) | told
+        config = orjson.loads((model / name).read_bytes()) | reported
         (model / name).write_bytes(orjson.dumps(config))
     settings = Settings(
         model=str(model),
@@ -103,7 +103,7 @@ async def test_a_model_whose_tokenizer_has_another_end_of_text_ends_its_turns(
     assert [turn.output_ids[-1] for turn in trajectory.turns] == [2, 2]
 
 
-async def test_a_python_function_is_a_tool(runtime: Runtime) -> None:
+async def test_python_function_is_a_tool(runtime: Runtime) -> None:
     def multiply(a: int, b: int) -> int:
         """Multiply two integers."""
         return a * b
@@ -114,7 +114,7 @@ async def test_a_python_function_is_a_tool(runtime: Runtime) -> None:
     assert "1776" in trajectory.text
 
 
-async def test_a_notebook_keeps_its_state_over_the_turns(runtime: Runtime) -> None:
+async def test_notebook_keeps_its_state_over_the_turns(runtime: Runtime) -> None:
     question = "Take 12 times 7, then add 45."
     trajectory = await runtime.rollout(question, tools=["jupyter_code"], sampling=GREEDY)
     assert trajectory.stop_reason is StopReason.ANSWERED
@@ -142,14 +142,14 @@ async def test_calls_start_while_the_turn_goes_on(runtime: Runtime) -> None:
     assert num_after > 10
 
 
-async def test_a_prompt_too_long_for_the_model_is_refused_by_name(runtime: Runtime) -> None:
+async def test_prompt_too_long_for_the_model_is_refused_by_name(runtime: Runtime) -> None:
     from agentloop.errors import PromptTooLong
 
     with pytest.raises(PromptTooLong, match="maximum context length"):
         await runtime.rollout("1 + " * 20_000)
 
 
-async def test_the_response_fills_the_context_to_its_last_token(runtime: Runtime) -> None:
+async def test_response_fills_the_context_to_its_last_token(runtime: Runtime) -> None:
     """What fits by our count must be accepted by the server too."""
     length = runtime.router.context_length
     prompt = runtime.chat.prompt([{"role": "user", "content": ""}])
@@ -161,7 +161,7 @@ async def test_the_response_fills_the_context_to_its_last_token(runtime: Runtime
     assert len(trajectory.ids) <= length
 
 
-async def test_a_budget_of_time_ends_a_rollout_and_frees_the_server(runtime: Runtime) -> None:
+async def test_budget_of_time_ends_a_rollout_and_frees_the_server(runtime: Runtime) -> None:
     budget = Budget(timeout_s=0.05, max_turns=1)
     trajectory = await runtime.rollout("What is 3 times 4?", budget=budget)
     assert trajectory.stop_reason in (StopReason.TIME_BUDGET, StopReason.TURN_BUDGET)
@@ -171,14 +171,14 @@ async def test_a_budget_of_time_ends_a_rollout_and_frees_the_server(runtime: Run
 async def test_many_rollouts_at_once(runtime: Runtime) -> None:
     answers: dict[int, str] = {}
 
-    async def one(number: int) -> None:
+    async def single(number: int) -> None:
         trajectory = await runtime.rollout(f"What is {number} times 48?", sampling=GREEDY)
         assert trajectory.stop_reason is StopReason.ANSWERED
         answers[number] = trajectory.text
 
     async with anyio.create_task_group() as tasks:
         for number in range(20, 52):
-            tasks.start_soon(one, number)
+            tasks.start_soon(single, number)
     right = sum(f"\\boxed{{{number * 48}}}" in text for number, text in answers.items())
     assert right >= 29, answers
 
@@ -186,26 +186,26 @@ async def test_many_rollouts_at_once(runtime: Runtime) -> None:
 async def test_groups_of_a_source_come_as_they_finish(runtime: Runtime) -> None:
     numbers = range(20, 26)
     questions = [f"What is {number} times 48?" for number in numbers]
-    found: dict[int, list[Trajectory]] = {}
+    actual: dict[int, list[Trajectory]] = {}
     events: list[Event] = []
     async with runtime.groups(
         [*questions, "1 + " * 20_000], size=3, sampling=GREEDY, on_event=events.append
     ) as groups:
         async for group in groups:
-            found[group.index] = list(group.trajectories)
+            actual[group.index] = list(group.trajectories)
             assert (group.error is None) == (group.index < len(numbers))
     for index in range(len(numbers)):
-        trajectories = found[index]
-        assert [one.id.rpartition(".")[2] for one in trajectories] == ["0", "1", "2"]
-        assert len({one.id.rpartition(".")[0] for one in trajectories}) == 1
-        assert all(one.stop_reason is StopReason.ANSWERED for one in trajectories)
-        assert len({tuple(one.prompt_ids) for one in trajectories}) == 1
+        trajectories = actual[index]
+        assert [single.id.rpartition(".")[2] for single in trajectories] == ["0", "1", "2"]
+        assert len({single.id.rpartition(".")[0] for single in trajectories}) == 1
+        assert all(single.stop_reason is StopReason.ANSWERED for single in trajectories)
+        assert len({tuple(single.prompt_ids) for single in trajectories}) == 1
     right = sum(
-        f"\\boxed{{{number * 48}}}" in one.text
+        f"\\boxed{{{number * 48}}}" in single.text
         for index, number in enumerate(numbers)
-        for one in found[index]
+        for single in actual[index]
     )
-    assert right >= 15, found
+    assert right >= 15, actual
     firsts = [event for event in events if isinstance(event, TurnFinished) and event.turn == 0]
     assert sum(event.record.cached_tokens > 0 for event in firsts) >= 6, "siblings share a prompt"
     assert runtime.router.waits() == []
@@ -226,13 +226,13 @@ async def test_once_enough_of_a_group_have_ended_the_others_are_stopped(runtime:
     trajectories = await runtime.run_group(
         "What is 37 times 48?", size=8, enough=2, tools=[multiply], sampling=GREEDY
     )
-    stopped = [one for one in trajectories if one.stop_reason is StopReason.STRAGGLER]
+    stopped = [single for single in trajectories if single.stop_reason is StopReason.STRAGGLER]
     assert 3 <= len(stopped) <= 6
-    assert all(one.prompt_ids for one in stopped if one.turns)  # what was sampled is kept
+    assert all(single.prompt_ids for single in stopped if single.turns)  # what was sampled is kept
     assert all(view.num_held_tokens == 0 for view in runtime.router.view())
 
 
-async def test_a_server_killed_in_mid_stream_loses_nothing(
+async def test_server_killed_in_mid_stream_loses_nothing(
     docker_engine: None, sglang_url: str, tmp_path: Path
 ) -> None:
     """The turn goes on at the other server; the ids are those of an undisturbed run."""
@@ -244,10 +244,10 @@ async def test_a_server_killed_in_mid_stream_loses_nothing(
             tools=["python_code_with_standard_io"],
             tool_timeout_s=TOOL_TIMEOUT_S,
         )
-        both = alone.model_copy(update={"servers": [victim.url, sglang_url]})
+        pair = alone.model_copy(update={"servers": [victim.url, sglang_url]})
         async with Runtime(alone) as runtime:
             undisturbed = await runtime.rollout(question, sampling=GREEDY)
-        async with Runtime(both) as runtime:
+        async with Runtime(pair) as runtime:
             placed: list[str] = []
             num_sampled = 0
             killed = False
@@ -259,8 +259,8 @@ async def test_a_server_killed_in_mid_stream_loses_nothing(
                     num_sampled = 0
                 elif isinstance(event, TokensSampled) and placed[-1] == victim.url and not killed:
                     num_sampled += len(event.ids)
-                    whole = len(undisturbed.turns[event.turn].output_ids)
-                    if num_sampled > whole / 2:  # little of it is left to come, or nothing
+                    complete = len(undisturbed.turns[event.turn].output_ids)
+                    if num_sampled > complete / 2:  # little of it is left to come, or nothing
                         return
                     killed = True
                     assert victim.pid is not None

@@ -32,16 +32,16 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
-    here = Setup("cuda", FULL, tmp_path)
+    near = Setup("cuda", FULL, tmp_path)
     flags = [
         (),
         ("--skip-tokenizer-init", "--enable-memory-saver"),
-        gpu_servers.handover_options(here).server_args,
+        gpu_servers.handover_options(near).server_args,
     ]
     commands = []
     for more in flags:
-        settings = gpu_servers.server_settings(here, *more)
-        commands += [one.command for one in plan(SMALL, settings, log_dir=tmp_path)]
+        settings = gpu_servers.server_settings(near, *more)
+        commands += [first.command for first in plan(SMALL, settings, log_dir=tmp_path)]
     (on_cpu,) = plan(
         SMALL, gpu_servers.server_settings(Setup("cpu", FULL, tmp_path)), log_dir=tmp_path
     )
@@ -53,5 +53,9 @@ def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=patient(240), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert found == [[0.35, False, "bfloat16"], [0.35, True, "bfloat16"], [0.35, False, "bfloat16"]]
+    result = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert result == [
+        [0.35, False, "bfloat16"],
+        [0.35, True, "bfloat16"],
+        [0.35, False, "bfloat16"],
+    ]

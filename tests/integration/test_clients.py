@@ -63,8 +63,8 @@ class Served:
 
     async def status(self) -> dict[str, Any]:
         async with self.at.http.get(self.session["url"]) as response:
-            found: dict[str, Any] = await response.json()
-            return found
+            actual: dict[str, Any] = await response.json()
+            return actual
 
     async def check_is_one_chain(self, texts: Sequence[str]) -> None:
         """Check that one branch holds these turns, with the ids of which the engine knows."""
@@ -72,14 +72,14 @@ class Served:
         (record,) = await trajectories(self.at, self.session)
         ids = [written(CHAT, text + END) for text in texts]
         assert [turn["output_ids"] for turn in record["turns"]] == ids
-        asked = [one.ids for one in self.at.router.asked]
-        rest = record["ids"]
-        for prompt, sampled in zip(asked, ids, strict=True):
+        requests = [single.ids for single in self.at.router.asked]
+        remainder = record["ids"]
+        for prompt, sampled in zip(requests, ids, strict=True):
             # Each prompt is all that was recorded before it.
             assert record["ids"][: len(prompt)] == prompt
             assert record["ids"][len(prompt) :][: len(sampled)] == sampled
-            rest = record["ids"][len(prompt) + len(sampled) :]
-        assert rest == []
+            remainder = record["ids"][len(prompt) + len(sampled) :]
+        assert remainder == []
         assert branch["reason"] == ""
 
 
@@ -144,10 +144,10 @@ def pydantic_ai(protocol: str) -> Converse:
         from pydantic_ai.providers.anthropic import AnthropicProvider
         from pydantic_ai.providers.openai import OpenAIProvider
 
-        async with openais(session) as client, anthropics(session) as other:
+        async with openais(session) as client, anthropics(session) as second:
             model: Any
             if protocol == "messages":
-                model = AnthropicModel("any", provider=AnthropicProvider(anthropic_client=other))
+                model = AnthropicModel("any", provider=AnthropicProvider(anthropic_client=second))
             else:
                 kind = OpenAIChatModel if protocol == "chat" else OpenAIResponsesModel
                 model = kind("any", provider=OpenAIProvider(openai_client=client))
@@ -191,8 +191,8 @@ def langchain(*, uses_responses: bool) -> Converse:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             if stream:
-                both = ["messages", "values"]
-                async for kind, part in agent.astream({"messages": messages}, stream_mode=both):
+                pair = ["messages", "values"]
+                async for kind, part in agent.astream({"messages": messages}, stream_mode=pair):
                     if kind == "values":
                         state = part
             else:
@@ -219,7 +219,9 @@ async def tool_runner(session: Session, stream: bool) -> list[str]:
                 messages.append({"role": "assistant", "content": message.content})
                 if response := await runner.generate_tool_call_response():
                     messages.append(response)
-            answers.append("".join(one.text for one in message.content if one.type == "text"))
+            answers.append(
+                "".join(single.text for single in message.content if single.type == "text")
+            )
     return answers
 
 
@@ -245,24 +247,24 @@ AGENTS = {
 @pytest.mark.timeout(120)  # the first one imports its library
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_an_agent_has_its_answers_and_is_one_branch(agent: str, stream: bool) -> None:
-    async with served(*map(says, TURNS)) as here:
-        assert await AGENTS[agent](here.session, stream) == ANSWERS
-        await here.check_is_one_chain(TURNS)
-        seen = CHAT.decode(here.at.router.asked[1].ids)
-        assert seen.index("1776\n</tool_response>") < seen.index("84\n</tool_response>")
+async def test_agent_has_its_answers_and_is_one_branch(agent: str, stream: bool) -> None:
+    async with served(*map(says, TURNS)) as near:
+        assert await AGENTS[agent](near.session, stream) == ANSWERS
+        await near.check_is_one_chain(TURNS)
+        observed = CHAT.decode(near.at.router.asked[1].ids)
+        assert observed.index("1776\n</tool_response>") < observed.index("84\n</tool_response>")
 
 
 @pytest.mark.timeout(120)
-async def test_the_program_of_the_guide_works() -> None:
+async def test_program_of_the_guide_works() -> None:
     needs("agents", "openai-agents")
     guide = (Path(__file__).parents[2] / "docs/guides/your-agent.md").read_text("utf-8")
     programs = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    (program,) = (one for one in programs if "AGENTLOOP_TASK" in one)
+    (program,) = (single for single in programs if "AGENTLOOP_TASK" in single)
     call = call_text("multiply", {"a": 37, "b": 48})
-    async with served(says(call), says("1776")) as here:
+    async with served(says(call), says("1776")) as near:
         variables = {
-            "OPENAI_BASE_URL": here.session["base_url"],
+            "OPENAI_BASE_URL": near.session["base_url"],
             "OPENAI_API_KEY": "x",
             "OPENAI_AGENTS_DISABLE_TRACING": "1",
             "AGENTLOOP_TASK": "What is 37 times 48?",
@@ -271,7 +273,7 @@ async def test_the_program_of_the_guide_works() -> None:
         with anyio.fail_after(patient(100)):
             ended = await anyio.run_process(command, env={**os.environ, **variables}, check=False)
         assert (ended.stdout, ended.returncode) == (b"1776\n", 0), ended.stderr.decode()
-        await here.check_is_one_chain([call, "1776"])
+        await near.check_is_one_chain([call, "1776"])
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -294,27 +296,31 @@ async def chat(session: Session, *, client: dict[str, Any] = {}, **options: Any)
     async with openais(session, **client) as asks:
         answer = await asks.chat.completions.create(model="any", messages=HELLO, **options)
     message = answer.choices[0].message
-    return message.content or "", [one.function.name for one in message.tool_calls or ()]
+    return message.content or "", [single.function.name for single in message.tool_calls or ()]
 
 
 async def responses(session: Session, *, client: dict[str, Any] = {}, **options: Any) -> Any:  # noqa: B006
     async with openais(session, **client) as asks:
         answer = await asks.responses.create(model="any", input="hello", **options)
-    return answer.output_text, [one.name for one in answer.output if one.type == "function_call"]
+    return answer.output_text, [
+        single.name for single in answer.output if single.type == "function_call"
+    ]
 
 
 async def messages(session: Session, *, client: dict[str, Any] = {}, **options: Any) -> Any:  # noqa: B006
     async with anthropics(session, **client) as asks:
         options = {"max_tokens": 100, **options}
         answer = await asks.messages.create(model="any", messages=HELLO, **options)
-    text = "".join(one.text for one in answer.content if one.type == "text")
-    return text, [one.name for one in answer.content if one.type == "tool_use"]
+    text = "".join(single.text for single in answer.content if single.type == "text")
+    return text, [single.name for single in answer.content if single.type == "tool_use"]
 
 
 PROTOCOLS = pytest.mark.parametrize("ask", [chat, responses, messages])
-_FUNCTIONS = [{"type": "function", "function": one} for one in (TOOL, OTHER)]
-_FLAT = [{"type": "function", **one} for one in (TOOL, OTHER)]
-_CUSTOM = [{"name": one["name"], "input_schema": one["parameters"]} for one in (TOOL, OTHER)]
+_FUNCTIONS = [{"type": "function", "function": single} for single in (TOOL, OTHER)]
+_FLAT = [{"type": "function", **single} for single in (TOOL, OTHER)]
+_CUSTOM = [
+    {"name": single["name"], "input_schema": single["parameters"]} for single in (TOOL, OTHER)
+]
 
 
 @pytest.mark.parametrize(
@@ -328,15 +334,15 @@ _CUSTOM = [{"name": one["name"], "input_schema": one["parameters"]} for one in (
         (messages, {"tools": _CUSTOM, "tool_choice": {"type": "tool", "name": "theirs"}}),
     ],
 )
-async def test_a_call_that_is_required_or_named_is_enforced(
+async def test_call_that_is_required_or_named_is_enforced(
     ask: Ask, options: dict[str, Any]
 ) -> None:
-    async with served(says(CALL)) as here:
-        assert await ask(here.session, **options) == ("", ["theirs"])
-        (asked,) = here.at.router.asked
-        assert "structural_tag" in asked.parameters
+    async with served(says(CALL)) as near:
+        assert await ask(near.session, **options) == ("", ["theirs"])
+        (requests,) = near.at.router.asked
+        assert "structural_tag" in requests.parameters
         is_named = isinstance(options["tool_choice"], dict) and "any" not in str(options)
-        assert ("other" in str(asked.parameters)) != is_named
+        assert ("other" in str(requests.parameters)) != is_named
 
 
 @pytest.mark.parametrize(
@@ -356,8 +362,8 @@ async def test_a_call_that_is_required_or_named_is_enforced(
 async def test_calls_are_not_parallel_if_they_must_not_be(
     ask: Ask, options: dict[str, Any]
 ) -> None:
-    async with served(says(CALL + CALL)) as here:
-        assert await ask(here.session, **options) == ("", ["theirs"])
+    async with served(says(CALL + CALL)) as near:
+        assert await ask(near.session, **options) == ("", ["theirs"])
 
 
 _STRICT = {"name": "answer", "schema": SCHEMA, "strict": True}
@@ -371,11 +377,11 @@ _STRICT = {"name": "answer", "schema": SCHEMA, "strict": True}
         (messages, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
     ],
 )
-async def test_an_answers_schema_is_enforced(ask: Ask, options: dict[str, Any]) -> None:
-    async with served(says('{"n": 3}')) as here:
-        assert await ask(here.session, **options) == ('{"n": 3}', [])
-        (asked,) = here.at.router.asked
-        assert '"integer"' in str(asked.parameters["structural_tag"])
+async def test_answers_schema_is_enforced(ask: Ask, options: dict[str, Any]) -> None:
+    async with served(says('{"n": 3}')) as near:
+        assert await ask(near.session, **options) == ('{"n": 3}', [])
+        (requests,) = near.at.router.asked
+        assert '"integer"' in str(requests.parameters["structural_tag"])
 
 
 @pytest.mark.parametrize(
@@ -386,21 +392,21 @@ async def test_an_answers_schema_is_enforced(ask: Ask, options: dict[str, Any]) 
         (messages, {"stop_sequences": [" STOP"]}),
     ],
 )
-async def test_a_stop_sequence_ends_the_answer(ask: Ask, options: dict[str, Any]) -> None:
-    async with served([*says("hello world STOP no")[:-1], anyio.sleep_forever]) as here:
-        assert await ask(here.session, **options) == ("hello world", [])
+async def test_stop_sequence_ends_the_answer(ask: Ask, options: dict[str, Any]) -> None:
+    async with served([*says("hello world STOP no")[:-1], anyio.sleep_forever]) as near:
+        assert await ask(near.session, **options) == ("hello world", [])
 
 
 @PROTOCOLS
-async def test_the_tokens_of_an_answer_are_limited(ask: Ask) -> None:
+async def test_tokens_of_an_answer_are_limited(ask: Ask) -> None:
     names: dict[Ask, str] = {chat: "max_completion_tokens", responses: "max_output_tokens"}
-    async with served(says("It")) as here:
-        await ask(here.session, **{names.get(ask, "max_tokens"): 7})
-        assert [one.max_new_tokens for one in here.at.router.asked] == [7]
+    async with served(says("It")) as near:
+        await ask(near.session, **{names.get(ask, "max_tokens"): 7})
+        assert [single.max_new_tokens for single in near.at.router.asked] == [7]
 
 
-async def test_a_response_has_the_log_probabilities_of_its_tokens() -> None:
-    async with served(says("hello")) as here, openais(here.session) as asks:
+async def test_response_has_the_log_probabilities_of_its_tokens() -> None:
+    async with served(says("hello")) as near, openais(near.session) as asks:
         answer = await asks.responses.create(
             model="any", input="hello", include=["message.output_text.logprobs"]
         )
@@ -408,39 +414,41 @@ async def test_a_response_has_the_log_probabilities_of_its_tokens() -> None:
         assert item.type == "message"
         (part,) = item.content
         assert part.type == "output_text"
-        (record,) = await trajectories(here.at, here.session)
-        assert [one.logprob for one in part.logprobs or ()] == record["turns"][0]["logprobs"]
+        (record,) = await trajectories(near.at, near.session)
+        assert [single.logprob for single in part.logprobs or ()] == record["turns"][0]["logprobs"]
 
 
 async def test_four_choices_are_four_branches() -> None:
-    async with served(*[says("It")] * 4) as here, openais(here.session) as asks:
+    async with served(*[says("It")] * 4) as near, openais(near.session) as asks:
         answer = await asks.chat.completions.create(model="any", messages=HELLO, n=4)
-        assert [one.message.content for one in answer.choices] == ["It"] * 4
-        branches = (await here.status())["branches"]
-        assert [one["reason"] for one in branches[1:]] == ["the same history was asked again"] * 3
-        assert len(await trajectories(here.at, here.session)) == 4
+        assert [single.message.content for single in answer.choices] == ["It"] * 4
+        branches = (await near.status())["branches"]
+        assert [single["reason"] for single in branches[1:]] == [
+            "the same history was asked again"
+        ] * 3
+        assert len(await trajectories(near.at, near.session)) == 4
 
 
 @PROTOCOLS
 @pytest.mark.parametrize("fault", ["refused", "silent"])
-async def test_a_retry_after_an_error_or_a_timeout_leaves_one_branch(ask: Ask, fault: str) -> None:
+async def test_retry_after_an_error_or_a_timeout_leaves_one_branch(ask: Ask, fault: str) -> None:
     first: list[Step] = [*says("hello")[:1]]
     first.append(ServerUnavailable("gone") if fault == "refused" else anyio.sleep_forever)
     timeout_s = 15 if fault == "refused" else 1
-    async with served(first, says("hello")) as here:
-        answer = await ask(here.session, client={"max_retries": 1, "timeout": timeout_s})
+    async with served(first, says("hello")) as near:
+        answer = await ask(near.session, client={"max_retries": 1, "timeout": timeout_s})
         assert answer == ("hello", [])
-        await eventually(lambda: here.at.router.num_open == 0)
-        status = await here.status()
+        await eventually(lambda: near.at.router.num_open == 0)
+        status = await near.status()
         assert (len(status["branches"]), status["num_turns"]) == (1, 1)
         assert status["num_cut"] == 1
 
 
 @PROTOCOLS
-async def test_a_client_that_leaves_a_stream_ends_its_turn_where_it_was(ask: Ask) -> None:
+async def test_client_that_leaves_a_stream_ends_its_turn_where_it_was(ask: Ask) -> None:
     sampled = written(CHAT, "hello world" + END)
-    async with served([*says("hello world")[:3], anyio.sleep_forever]) as here:
-        async with openais(here.session) as asks, anthropics(here.session) as other:
+    async with served([*says("hello world")[:3], anyio.sleep_forever]) as near:
+        async with openais(near.session) as asks, anthropics(near.session) as second:
             stream: Any
             if ask is chat:
                 stream = await asks.chat.completions.create(
@@ -449,15 +457,15 @@ async def test_a_client_that_leaves_a_stream_ends_its_turn_where_it_was(ask: Ask
             elif ask is responses:
                 stream = await asks.responses.create(model="any", input="hello", stream=True)
             else:
-                stream = await other.messages.create(
+                stream = await second.messages.create(
                     model="any", max_tokens=100, messages=HELLO, stream=True
                 )
             async with stream:
                 text = ""
                 while "hello" not in text:
                     text += _text_in(await anext(aiter(stream)))
-        await eventually(lambda: here.at.router.num_open == 0)
-        (record,) = await trajectories(here.at, here.session)
+        await eventually(lambda: near.at.router.num_open == 0)
+        (record,) = await trajectories(near.at, near.session)
         read = record["turns"][0]["output_ids"]
         assert CHAT.decode(read).startswith("hello")
         assert read == sampled[: len(read)]
@@ -474,30 +482,30 @@ def _text_in(event: Any) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_is_that_of_the_tokens(stream: bool) -> None:
     num_sampled = len(written(CHAT, "hello" + END))
-    async with served(*[says("hello")] * 3) as here:
-        found: list[tuple[int, int]] = []
-        async with openais(here.session) as asks, anthropics(here.session) as other:
+    async with served(*[says("hello")] * 3) as near:
+        actual: list[tuple[int, int]] = []
+        async with openais(near.session) as asks, anthropics(near.session) as second:
             if stream:
                 async with asks.chat.completions.stream(
                     model="any", messages=HELLO, stream_options={"include_usage": True}
-                ) as one:
-                    usage: Any = (await one.get_final_completion()).usage
-                found.append((usage.prompt_tokens, usage.completion_tokens))
+                ) as single:
+                    usage: Any = (await single.get_final_completion()).usage
+                actual.append((usage.prompt_tokens, usage.completion_tokens))
                 async with asks.responses.stream(model="any", input="hello") as two:
                     usage = (await two.get_final_response()).usage
-                found.append((usage.input_tokens, usage.output_tokens))
-                async with other.messages.stream(
+                actual.append((usage.input_tokens, usage.output_tokens))
+                async with second.messages.stream(
                     model="any", max_tokens=100, messages=HELLO
                 ) as three:
                     usage = (await three.get_final_message()).usage
             else:
                 answer = await asks.chat.completions.create(model="any", messages=HELLO)
                 usage = answer.usage
-                found.append((usage.prompt_tokens, usage.completion_tokens))
+                actual.append((usage.prompt_tokens, usage.completion_tokens))
                 usage = (await asks.responses.create(model="any", input="hello")).usage
-                found.append((usage.input_tokens, usage.output_tokens))
+                actual.append((usage.input_tokens, usage.output_tokens))
                 usage = (
-                    await other.messages.create(model="any", max_tokens=100, messages=HELLO)
+                    await second.messages.create(model="any", max_tokens=100, messages=HELLO)
                 ).usage
-            found.append((usage.input_tokens, usage.output_tokens))
-        assert found == [(len(one.ids), num_sampled) for one in here.at.router.asked]
+            actual.append((usage.input_tokens, usage.output_tokens))
+        assert actual == [(len(single.ids), num_sampled) for single in near.at.router.asked]

@@ -82,14 +82,14 @@ def read(path: Path) -> str:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(first) for first in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def raylet_of(starter: subprocess.Popen[bytes]) -> int:
     """The process of a node without which it is lost."""
     children = children_of(starter.pid)
-    (found,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "raylet\n")
-    return found
+    (result,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "raylet\n")
+    return result
 
 
 def actors_of(starter: subprocess.Popen[bytes], kind: str) -> list[int]:
@@ -102,13 +102,13 @@ def actors_of(starter: subprocess.Popen[bytes], kind: str) -> list[int]:
 
 
 def commands() -> list[str]:
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            result.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
             continue
-    return found
+    return result
 
 
 async def refuses_strangers(url: str, path: str) -> bool:
@@ -125,9 +125,9 @@ class Output:
 
     async def line(self, start: str) -> str:
         """The first line with this beginning."""
-        while not (found := self.lines(start)):
+        while not (result := self.lines(start)):
             self._text += await self._stream.receive()
-        return found[0]
+        return result[0]
 
     async def rest(self) -> str:
         async for text in self._stream:
@@ -135,8 +135,8 @@ class Output:
         return self._text
 
     def lines(self, start: str) -> Sequence[str]:
-        whole = self._text.rpartition("\n")[0].splitlines()
-        return [line for line in whole if line.startswith(start)]
+        complete = self._text.rpartition("\n")[0].splitlines()
+        return [line for line in complete if line.startswith(start)]
 
 
 @asynccontextmanager
@@ -147,11 +147,11 @@ async def two_nodes(
     async with (
         one_node(tmp_path, num_cpus=num_cpus) as (_, address),
         node(tmp_path / "other.log", f"--address={address}", f"--num-cpus={num_cpus}") as (
-            other,
+            second,
             _,
         ),
     ):
-        yield address, other
+        yield address, second
 
 
 @asynccontextmanager
@@ -164,8 +164,8 @@ async def one_node(
     # A short path, because there are sockets in it.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         head = ("--head", f"--temp-dir={folder}", "--include-dashboard=false")
-        async with node(tmp_path / "head.log", *head, f"--num-cpus={num_cpus}") as found:
-            yield found
+        async with node(tmp_path / "head.log", *head, f"--num-cpus={num_cpus}") as result:
+            yield result
 
 
 def command(tmp_path: Path, address: str, *more: str) -> list[str]:
@@ -186,18 +186,18 @@ def command(tmp_path: Path, address: str, *more: str) -> list[str]:
 def check(tmp_path: Path, text: str) -> None:
     """Check that each step was trained on its groups once, and that nothing is left."""
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if "reward" in one]
-    assert [one["step"] for one in steps] == [1, 2, 3]
-    assert all(one["num_learned"] == 12 for one in steps), text
-    assert [one["version"] for one in steps] == [0, 1, 2]  # the weights that they began with
-    ours = [one for one in commands() if "processes.keyed" in one or str(tmp_path) in one]
+    steps = [first for first in map(json.loads, lines) if "reward" in first]
+    assert [first["step"] for first in steps] == [1, 2, 3]
+    assert all(first["num_learned"] == 12 for first in steps), text
+    assert [first["version"] for first in steps] == [0, 1, 2]  # the weights that they began with
+    ours = [first for first in commands() if "processes.keyed" in first or str(tmp_path) in first]
     assert not ours
 
 
-async def test_a_run_goes_on_when_the_node_of_its_server_and_sandbox_is_lost(
+async def test_run_goes_on_when_the_node_of_its_server_and_sandbox_is_lost(
     tmp_path: Path,
 ) -> None:
-    async with two_nodes(tmp_path) as (address, other):
+    async with two_nodes(tmp_path) as (address, second):
         run = command(tmp_path, address)
         async with await anyio.open_process(run, stderr=subprocess.STDOUT) as train:
             assert train.stdout is not None
@@ -207,27 +207,27 @@ async def test_a_run_goes_on_when_the_node_of_its_server_and_sandbox_is_lost(
             assert await refuses_strangers(server, "/server_info")
             assert await refuses_strangers(sandbox, "/v1/stats")
             await output.line(f"step 1/{STEPS}")
-            os.kill(raylet_of(other), signal.SIGKILL)
+            os.kill(raylet_of(second), signal.SIGKILL)
             text = await output.rest()
             assert await train.wait() == 0, text
     check(tmp_path, text)
 
 
-async def test_a_run_goes_on_when_its_runtime_is_killed_and_when_its_node_is_lost(
+async def test_run_goes_on_when_its_runtime_is_killed_and_when_its_node_is_lost(
     tmp_path: Path,
 ) -> None:
     # Room for the runtime beside the trainer.
-    async with two_nodes(tmp_path, num_cpus=6) as (address, other):
+    async with two_nodes(tmp_path, num_cpus=6) as (address, second):
         run = command(tmp_path, address, "cluster.runtimes=1")
         async with await anyio.open_process(run, stderr=subprocess.STDOUT) as train:
             assert train.stdout is not None
             output = Output(train.stdout)
             await output.line("runtime 1: ready")
             await output.line(f"step 1/{STEPS}")
-            (runtime,) = actors_of(other, "RolloutActor")
+            (runtime,) = actors_of(second, "RolloutActor")
             os.kill(runtime, signal.SIGKILL)
             await output.line(f"step 2/{STEPS}")
-            os.kill(raylet_of(other), signal.SIGKILL)
+            os.kill(raylet_of(second), signal.SIGKILL)
             text = await output.rest()
             assert await train.wait() == 0, text
             assert len(output.lines("runtime 1 is lost")) == 2, text
@@ -235,11 +235,13 @@ async def test_a_run_goes_on_when_its_runtime_is_killed_and_when_its_node_is_los
     log = read(tmp_path / "run" / "logs" / "runtime-1" / "runtime.log")
     ports = re.findall(r"ready at http://127\.0\.0\.1:(\d+)", log)
     assert len(ports) == 3  # of a server in each of the runtime's lives
-    left = [one for one in commands() if any(f" --port {port} " in one for port in ports)]
-    assert not left
+    remaining = [
+        first for first in commands() if any(f" --port {port} " in first for port in ports)
+    ]
+    assert not remaining
 
 
-async def test_a_run_from_nothing_with_its_fine_tuning_runs_on_a_cluster(tmp_path: Path) -> None:
+async def test_run_from_nothing_with_its_fine_tuning_runs_on_a_cluster(tmp_path: Path) -> None:
     """laptop.toml, cut short."""
     async with one_node(tmp_path, num_cpus=5) as (_, address):
         overrides = [*CUT_SHORT, f"cluster.address={address}", "page=false", "server.device=cpu"]
@@ -261,8 +263,8 @@ async def test_groups_come_back_from_runtimes_of_which_one_is_killed(tmp_path: P
         command = ["-m", "tests.integration.runtimes_on_ray", address, str(raylet_of(head))]
         done = await anyio.run_process([sys.executable, *command], stderr=subprocess.STDOUT)
     lines = done.stdout.decode().splitlines()
-    said = json.loads(lines[-1])
-    assert said["rows"] == sorted([str(n), f"task-{n}"] for n in range(40) for _ in range(2))
-    assert said["both"] == ["runtime 1", "runtime 2"]
-    assert said["loaded"] == ["runtime 1 http://server", "runtime 2 http://server"]
+    stated = json.loads(lines[-1])
+    assert stated["rows"] == sorted([str(n), f"task-{n}"] for n in range(40) for _ in range(2))
+    assert stated["both"] == ["runtime 1", "runtime 2"]
+    assert stated["loaded"] == ["runtime 1 http://server", "runtime 2 http://server"]
     assert len([line for line in lines if "is lost, and its groups go to others" in line]) == 1

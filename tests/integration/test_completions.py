@@ -53,7 +53,7 @@ async def greedy(client: openai.AsyncOpenAI) -> Any:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_an_echo_has_the_log_probabilities_of_the_generation(
+async def test_echo_has_the_log_probabilities_of_the_generation(
     client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any, max_tokens: int
 ) -> None:
     encode = runtime.chat.tokenizer.encode
@@ -62,17 +62,17 @@ async def test_an_echo_has_the_log_probabilities_of_the_generation(
     num = len(prompt) + len(sampled)
     assert [runtime.chat.decode([id]) for id in sampled] == greedy.logprobs.tokens[: len(sampled)]
     echoed = await ask(client, prompt + sampled, echo=True, max_tokens=max_tokens, logprobs=1)
-    told = echoed.logprobs
-    assert len(told.token_logprobs) == num + max_tokens or echoed.finish_reason == "stop"
-    assert told.token_logprobs[0] is None
-    of_sampled = told.token_logprobs[len(prompt) : num]
+    reported = echoed.logprobs
+    assert len(reported.token_logprobs) == num + max_tokens or echoed.finish_reason == "stop"
+    assert reported.token_logprobs[0] is None
+    of_sampled = reported.token_logprobs[len(prompt) : num]
     assert of_sampled == pytest.approx(greedy.logprobs.token_logprobs[: len(sampled)], abs=1e-3)
-    for value, likely in zip(of_sampled, told.top_logprobs[len(prompt) : num], strict=True):
+    for value, likely in zip(of_sampled, reported.top_logprobs[len(prompt) : num], strict=True):
         assert value == max(likely.values())  # it was greedy, and a harness sees that
     assert echoed.text.startswith(PROMPT + greedy.text)
 
 
-async def test_a_bias_forbids_and_forces_a_token(
+async def test_bias_forbids_and_forces_a_token(
     client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any
 ) -> None:
     first = runtime.chat.tokenizer.encode(greedy.text).ids[0]
@@ -89,9 +89,9 @@ async def test_a_bias_forbids_and_forces_a_token(
 @pytest.mark.parametrize(
     "penalty",
     [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 2}],
-    ids=lambda one: next(iter(one)),
+    ids=lambda single: next(iter(single)),
 )
-async def test_a_penalty_changes_what_is_repeated(
+async def test_penalty_changes_what_is_repeated(
     client: openai.AsyncOpenAI, runtime: Runtime, penalty: dict[str, Any]
 ) -> None:
     seven, eight = runtime.chat.token_id("7"), runtime.chat.token_id("8")
@@ -104,14 +104,14 @@ async def test_a_penalty_changes_what_is_repeated(
 
 
 async def test_no_end_comes_before_the_least_number_of_tokens(client: openai.AsyncOpenAI) -> None:
-    whole = await ask(client, max_tokens=200)
-    assert whole.finish_reason == "stop"
+    complete = await ask(client, max_tokens=200)
+    assert complete.finish_reason == "stop"
     num = len((await ask(client, max_tokens=200, logprobs=0)).logprobs.tokens)
     longer = await ask(client, max_tokens=num + 20, logprobs=0, extra_body={"min_tokens": num + 5})
     assert len(longer.logprobs.tokens) >= num + 5
 
 
-async def test_a_token_of_the_callers_ends_it(
+async def test_token_of_the_callers_ends_it(
     client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any
 ) -> None:
     ids = runtime.chat.tokenizer.encode(greedy.text).ids
@@ -122,7 +122,7 @@ async def test_a_token_of_the_callers_ends_it(
     assert cut.text == runtime.chat.decode(ids[:at])
 
 
-async def test_the_bare_model_takes_them_in_chat_completions_and_the_agent_does_not(
+async def test_bare_model_takes_them_in_chat_completions_and_the_agent_does_not(
     client: openai.AsyncOpenAI, runtime: Runtime
 ) -> None:
     seven = runtime.chat.token_id("7")
@@ -135,7 +135,7 @@ async def test_the_bare_model_takes_them_in_chat_completions_and_the_agent_does_
     made = await client.chat.completions.create(model="small", **options)
     tokens = made.choices[0].logprobs
     assert tokens is not None
-    assert [one.token for one in tokens.content or ()] == ["7"] * 5
+    assert [single.token for single in tokens.content or ()] == ["7"] * 5
     with pytest.raises(openai.BadRequestError, match=r"logit_bias: .* is not supported"):
         await client.chat.completions.create(model="small-agent", **options)
     too_high = {**options, "logit_bias": {"100000": 1}}

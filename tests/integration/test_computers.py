@@ -56,8 +56,8 @@ async def box(pool: Pool) -> AsyncIterator[Computer]:
 
 
 async def num_containers(engine: aiodocker.Docker, owner: int) -> int:
-    found = await engine.containers.list(all=True, filters={"label": [LABEL]})
-    return sum(c["Names"][0].startswith(f"/agentloop-computer-{owner}-") for c in found)
+    actual = await engine.containers.list(all=True, filters={"label": [LABEL]})
+    return sum(c["Names"][0].startswith(f"/agentloop-computer-{owner}-") for c in actual)
 
 
 async def until(happened: Callable[[], Awaitable[bool]]) -> None:
@@ -105,16 +105,16 @@ async def test_streams_are_apart_and_quotes_survive(box: Computer) -> None:
 
 
 async def test_output_comes_while_the_command_runs(box: Computer) -> None:
-    seen = bytearray()
+    observed = bytearray()
     async with anyio.create_task_group() as group:
 
         def take(stream: int, data: bytes) -> None:
-            seen.extend(data)
-            if b"ready" in seen:
+            observed.extend(data)
+            if b"ready" in observed:
                 group.cancel_scope.cancel()
 
         await box.run("echo ready; sleep 1000", timeout_s=1000, on_output=take)
-    assert bytes(seen) == b"ready\n"
+    assert bytes(observed) == b"ready\n"
 
 
 async def test_exit_ends_the_shell_and_the_next_is_new(box: Computer) -> None:
@@ -147,15 +147,15 @@ async def test_timeout_ends_the_command_and_not_the_shell(box: Computer, command
 
 
 async def test_cancelling_a_command_ends_its_processes(box: Computer) -> None:
-    begun = anyio.Event()
+    started = anyio.Event()
     async with anyio.create_task_group() as group:
 
         async def run() -> None:
-            await box.run("echo; sleep 4321", timeout_s=1000, on_output=lambda *_: begun.set())
+            await box.run("echo; sleep 4321", timeout_s=1000, on_output=lambda *_: started.set())
 
         group.start_soon(run)
         with anyio.fail_after(LONG_S):
-            await begun.wait()
+            await started.wait()
         group.cancel_scope.cancel()
 
     async def is_gone() -> bool:
@@ -381,8 +381,8 @@ async def test_snapshot_is_restored_here_and_elsewhere(pool: Pool, box: Computer
     await box.run("echo 1 > /file")
     snapshot = await box.snapshot()
     await box.run("echo 2 > /file; touch /more; sleep 1000 &")
-    async with pool.computer(snapshot=snapshot) as other:
-        assert await output(other, "cat /file") == "1\n"
+    async with pool.computer(snapshot=snapshot) as second:
+        assert await output(second, "cat /file") == "1\n"
     await box.restore(snapshot)
     assert await output(box, "cat /file; ls /more 2>&1 | wc -l") == "1\n1\n"
     snapshot.remove()

@@ -84,9 +84,9 @@ def _request(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
-async def test_a_call_is_forced(client: openai.AsyncOpenAI, choice: Any) -> None:
-    other = {**CITY, "function": {**CITY["function"], "name": "other"}}
-    tools = [CITY] if choice == "required" else [other, CITY]
+async def test_call_is_forced(client: openai.AsyncOpenAI, choice: Any) -> None:
+    second = {**CITY, "function": {**CITY["function"], "name": "other"}}
+    tools = [CITY] if choice == "required" else [second, CITY]
     answer = await ask(client, tools=tools, tool_choice=choice, parallel_tool_calls=False)
     (call,) = answer.message.tool_calls
     arguments = json.loads(call.function.arguments)
@@ -96,17 +96,17 @@ async def test_a_call_is_forced(client: openai.AsyncOpenAI, choice: Any) -> None
     assert answer.finish_reason == "tool_calls"
 
 
-async def test_the_agents_own_tool_is_forced_and_then_it_answers(
+async def test_agents_own_tool_is_forced_and_then_it_answers(
     client: openai.AsyncOpenAI,
 ) -> None:
     answer = await ask(client, tool_choice="required")
-    assert [one["function"]["name"] for one in answer.message.executed_tools] == [
+    assert [first["function"]["name"] for first in answer.message.executed_tools] == [
         "python_code_with_standard_io"
     ]
     assert "1776" in answer.message.content
 
 
-async def test_an_answer_has_the_schema(client: openai.AsyncOpenAI) -> None:
+async def test_answer_has_the_schema(client: openai.AsyncOpenAI) -> None:
     schema = {"name": "person", "schema": PERSON, "strict": True}
     answer = await ask(
         client, response_format={"type": "json_schema", "json_schema": schema}, tool_choice="none"
@@ -116,7 +116,7 @@ async def test_an_answer_has_the_schema(client: openai.AsyncOpenAI) -> None:
     assert 0 <= person["age"] <= 99
 
 
-async def test_an_answer_has_the_schema_of_a_class(client: openai.AsyncOpenAI) -> None:
+async def test_answer_has_the_schema_of_a_class(client: openai.AsyncOpenAI) -> None:
     made = await client.chat.completions.parse(
         **_request({"response_format": Person, "tool_choice": "none"})
     )
@@ -125,7 +125,7 @@ async def test_an_answer_has_the_schema_of_a_class(client: openai.AsyncOpenAI) -
     assert made.choices[0].finish_reason == "stop"
 
 
-async def test_an_answer_is_an_object(client: openai.AsyncOpenAI) -> None:
+async def test_answer_is_an_object(client: openai.AsyncOpenAI) -> None:
     """The small model knows no JSON besides its calls, and may write until its limit."""
     answer = await ask(client, response_format={"type": "json_object"}, tool_choice="none")
     assert answer.message.content.startswith("{")
@@ -133,7 +133,7 @@ async def test_an_answer_is_an_object(client: openai.AsyncOpenAI) -> None:
         assert isinstance(json.loads(answer.message.content), dict)
 
 
-async def test_the_agent_may_call_its_tools_before_an_answer_with_a_schema(
+async def test_agent_may_call_its_tools_before_an_answer_with_a_schema(
     client: openai.AsyncOpenAI,
 ) -> None:
     schema = {
@@ -168,12 +168,12 @@ CLIENTS: Any = {
 
 
 @pytest.mark.parametrize("options", CLIENTS.values(), ids=CLIENTS)
-async def test_a_streamed_call_equals_a_whole_one(client: openai.AsyncOpenAI, options: Any) -> None:
-    asked = {**options, "tools": [CITY]}
-    whole = await ask(client, **asked)
+async def test_streamed_call_equals_a_whole_one(client: openai.AsyncOpenAI, options: Any) -> None:
+    requests = {**options, "tools": [CITY]}
+    complete = await ask(client, **requests)
     pieces: dict[int, str] = {}
     names, content, end = [], "", None
-    stream = await client.chat.completions.create(**_request({**asked, "stream": True}))
+    stream = await client.chat.completions.create(**_request({**requests, "stream": True}))
     async for chunk in stream:
         for choice in chunk.choices:
             end = choice.finish_reason or end
@@ -181,13 +181,15 @@ async def test_a_streamed_call_equals_a_whole_one(client: openai.AsyncOpenAI, op
             for piece in choice.delta.tool_calls or ():
                 names += [piece.function.name] if piece.function.name else []
                 pieces[piece.index] = pieces.get(piece.index, "") + piece.function.arguments
-    assert [call.function.name for call in whole.message.tool_calls] == names
-    assert [call.function.arguments for call in whole.message.tool_calls] == list(pieces.values())
+    assert [call.function.name for call in complete.message.tool_calls] == names
+    assert [call.function.arguments for call in complete.message.tool_calls] == list(
+        pieces.values()
+    )
     assert set(names) == {"weather"}
     assert (content, end) == ("", "tool_calls")
 
 
-async def test_a_forced_call_comes_even_where_the_model_would_write_anything(
+async def test_forced_call_comes_even_where_the_model_would_write_anything(
     client: openai.AsyncOpenAI,
 ) -> None:
     """A hot model spells markers in other ways than with their tokens."""
@@ -230,24 +232,26 @@ async def test_constraints_that_cannot_be_enforced_are_refused(
             tool_choice={"type": "function", "function": {"name": "none such"}},
             stream=stream,
         )
-    for schema, said in [
+    for schema, stated in [
         ({"type": "no such type"}, "response_format: its schema .* cannot be enforced: .*no such"),
         ({"type": "array", "uniqueItems": True}, "response_format.* 'uniqueItems' cannot be enf"),
     ]:
         wanted = {"type": "json_schema", "json_schema": {"name": "bad", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match=said):
+        with pytest.raises(openai.BadRequestError, match=stated):
             await ask(client, response_format=wanted, stream=stream)
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "nope"}}}
     with pytest.raises(openai.BadRequestError, match=r"parameters cannot be enforced: .*nope"):
         await ask(client, tools=[bad], tool_choice="required", stream=stream)
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.call_form], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [first for first in FAMILIES if first.call_form], ids=lambda f: f.name
+)
 def test_xgrammar_takes_the_form_of_every_family(family: Family, sglang_installed: None) -> None:
     import xgrammar  # comes with SGLang
 
-    found = constraint_of(OutputRules("required"), family, [CITY], opened_thought="", message=0)
-    xgrammar.Grammar.from_structural_tag(found["structural_tag"])
+    result = constraint_of(OutputRules("required"), family, [CITY], opened_thought="", message=0)
+    xgrammar.Grammar.from_structural_tag(result["structural_tag"])
 
 
 SEARCH: Any = {
@@ -297,10 +301,10 @@ def test_xgrammar_samples_what_the_rules_allow(
 ) -> None:
     import xgrammar.testing  # comes with SGLang
 
-    found = constraint_of(
+    result = constraint_of(
         rules, HERMES, [SEARCH, READ_FILE], opened_thought=opened, message=0, ends=["<|im_end|>"]
     )
-    grammar = xgrammar.Grammar.from_structural_tag(found["structural_tag"])
+    grammar = xgrammar.Grammar.from_structural_tag(result["structural_tag"])
     accepts = xgrammar.testing._is_grammar_accept_string
     assert [text for text in accepted if not accepts(grammar, text)] == []
     assert [text for text in refused if accepts(grammar, text)] == []

@@ -43,8 +43,8 @@ def evaluated(path: Path, *arguments: str) -> dict[str, Any]:
         command(path, "--json", *arguments), stdout=subprocess.PIPE, text=True, check=False
     )
     assert done.returncode == 0
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -59,14 +59,14 @@ def service(docker_engine: None, sglang_url: str) -> Iterator[str]:
     stop(process, signal.SIGINT)
 
 
-def test_the_small_model_by_our_own_loop(sglang_url: str, tmp_path: Path) -> None:
-    found = evaluated(tmp_path, f'servers=["{sglang_url}"]', "evaluate.num_tasks=6")
-    (told,) = found["sets"].values()
-    assert (told["num_tasks"], told["num_samples"], told["num_missing"]) == (6, 24, 0)
-    assert told["avg_at_k"]["value"] > 0.7
-    assert told["avg_at_k"]["value"] <= told["pass_at_k"]["4"]["value"]
-    assert told["turns_mean"] > 1.5  # it calls its tools
-    assert told["tool_errors_in_correct"] is not None
+def test_small_model_by_our_own_loop(sglang_url: str, tmp_path: Path) -> None:
+    result = evaluated(tmp_path, f'servers=["{sglang_url}"]', "evaluate.num_tasks=6")
+    (reported,) = result["sets"].values()
+    assert (reported["num_tasks"], reported["num_samples"], reported["num_missing"]) == (6, 24, 0)
+    assert reported["avg_at_k"]["value"] > 0.7
+    assert reported["avg_at_k"]["value"] <= reported["pass_at_k"]["4"]["value"]
+    assert reported["turns_mean"] > 1.5  # it calls its tools
+    assert reported["tool_errors_in_correct"] is not None
     for row in rows(tmp_path / "one"):
         trajectory = Trajectory.from_dict(row["trajectory"])
         assert len(trajectory.ids) == len(trajectory.logprobs) == len(trajectory.mask)
@@ -74,7 +74,7 @@ def test_the_small_model_by_our_own_loop(sglang_url: str, tmp_path: Path) -> Non
         assert row["reward"] in (0, 1)
 
 
-def test_a_run_that_is_stopped_goes_on_and_samples_nothing_twice(
+def test_run_that_is_stopped_goes_on_and_samples_nothing_twice(
     sglang_url: str, tmp_path: Path
 ) -> None:
     more = [f'servers=["{sglang_url}"]', "evaluate.num_tasks=20", "evaluate.max_open=2"]
@@ -92,27 +92,27 @@ def test_a_run_that_is_stopped_goes_on_and_samples_nothing_twice(
             process.kill()
     before = {row["trajectory"]["id"]: row for row in rows(run)}
     assert 12 <= len(before) < 80
-    found = evaluated(tmp_path, "--resume", str(run))
-    assert found["all"]["num_samples"] == 80
+    result = evaluated(tmp_path, "--resume", str(run))
+    assert result["all"]["num_samples"] == 80
     after = {row["trajectory"]["id"]: row for row in rows(run)}
     assert len(after) == 80
     assert {id: after[id] for id in before} == before
 
 
-def test_the_service_is_an_endpoint(service: str, tmp_path: Path) -> None:
+def test_service_is_an_endpoint(service: str, tmp_path: Path) -> None:
     more = ["endpoint.model=small-agent", "evaluate.num_tasks=6", "sampling.seed=1"]
-    found = evaluated(tmp_path, f"endpoint.url={service}", *more)
-    assert (found["model"], found["by"]) == ("small-agent", service)
-    (told,) = found["sets"].values()
-    assert (told["num_samples"], told["num_missing"]) == (24, 0)
-    assert told["avg_at_k"]["value"] > 0.7
-    assert told["length_mean"] > 10
+    result = evaluated(tmp_path, f"endpoint.url={service}", *more)
+    assert (result["model"], result["by"]) == ("small-agent", service)
+    (reported,) = result["sets"].values()
+    assert (reported["num_samples"], reported["num_missing"]) == (24, 0)
+    assert reported["avg_at_k"]["value"] > 0.7
+    assert reported["length_mean"] > 10
     for row in rows(tmp_path / "one"):
         assert row["trajectory"]["stop_reason"] == "answered"
         assert "<think>" in row["trajectory"]["turns"][0]["text"]
 
 
-def test_a_prompt_that_the_service_refuses_is_told(service: str, tmp_path: Path) -> None:
+def test_prompt_that_the_service_refuses_is_told(service: str, tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl"
     tasks = [("What is 3 times 4?", "12"), ("1 " * 50_000, "1")]
     lines = [json.dumps({"problem": problem, "answer": answer}) for problem, answer in tasks]
@@ -125,8 +125,8 @@ def test_a_prompt_that_the_service_refuses_is_told(service: str, tmp_path: Path)
         check=False,
     )
     assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert (found["all"]["num_refused"], found["all"]["num_missing"]) == (1, 4)
-    (reason,) = found["missing"]
+    result = json.loads(done.stdout)
+    assert (result["all"]["num_refused"], result["all"]["num_missing"]) == (1, 4)
+    (reason,) = result["missing"]
     assert "maximum context length" in reason
-    assert found["all"]["avg_at_k"]["num_tasks"] == 1
+    assert result["all"]["avg_at_k"]["num_tasks"] == 1

@@ -47,7 +47,7 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
 
 
 @pytest.mark.gate
-def test_the_minimal_loop_learns(docker_engine: None, sglang_installed: None) -> None:
+def test_minimal_loop_learns(docker_engine: None, sglang_installed: None) -> None:
     program = EXAMPLES / "minimal_rl.py"  # it has a server of its own, whose weights it changes
     assert len(program.read_text("utf-8").splitlines()) <= 120
     ended = subprocess.run(
@@ -99,7 +99,7 @@ def evaluated(
     ]
 
 
-def test_a_game_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
+def test_game_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
     rows = evaluated(tmp_path, "guess_number:guess", sglang_url)
     assert len(rows) == 4
     assert all(row["parts"].keys() == {"found"} for row in rows)
@@ -156,7 +156,7 @@ def test_another_model_has_a_runtime_of_its_own(
     assert "reward     1.000 on average\n  calls: 1.000" in ended.stdout
 
 
-def test_an_mcp_server_is_used(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
+def test_mcp_server_is_used(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
     server = (
         'mcp.warehouse.command=["python", "-m", "agentloop.environments.examples.warehouse_server"]'
     )
@@ -191,7 +191,7 @@ def test_several_environments_are_evaluated(
     )
     assert ended.returncode == 0, ended.stderr
     results = json.loads((tmp_path / "both/results.json").read_text())
-    assert {name: one["num_tasks"] for name, one in results["sets"].items()} == {
+    assert {name: first["num_tasks"] for name, first in results["sets"].items()} == {
         "agent": 2,
         "guess": 2,
     }
@@ -208,7 +208,7 @@ def test_several_environments_are_evaluated(
     assert max(turns["guess"]) <= 2
 
 
-def test_the_readme_lists_every_example_and_recipe() -> None:
+def test_readme_lists_every_example_and_recipe() -> None:
     text = (EXAMPLES / "README.md").read_text()
     assert [path.name for path in EXAMPLES.glob("[!_]*.py") if f"({path.name})" not in text] == []
     recipes = (EXAMPLES.parent / "agentloop/cli/recipes").glob("*.toml")

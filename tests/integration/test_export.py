@@ -50,8 +50,8 @@ def loaded(*folders: Path) -> list[dict[str, Any]]:
         check=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ async def test_transformers_and_sglang_load_it(
     export(run, tmp_path / "float32", dtype="float32")
     export(tmp_path / "float32", tmp_path / "bfloat16", dtype="bfloat16")
     names = ("as published", "float32", "bfloat16")
-    source, *others = loaded(SMALL, *(tmp_path / name for name in names))
-    dtypes = [other.pop("dtype") for other in others]
+    source, *remaining = loaded(SMALL, *(tmp_path / name for name in names))
+    dtypes = [second.pop("dtype") for second in remaining]
     assert dtypes == ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
     source.pop("dtype")
-    assert others == [source] * 3
+    assert remaining == [source] * 3
     settings = ServerSettings(device="cpu", max_total_tokens=2000, start_timeout_s=240)
     async with sglang_servers(
         tmp_path / "float32", settings, log_dir=tmp_path / "logs", on_progress=print
@@ -89,7 +89,7 @@ async def test_transformers_and_sglang_load_it(
             body = {"input_ids": source["ids"], "sampling_params": sampling}
             answer = (await client.post("/generate", json=body)).json()
             chat = {"model": "it", "messages": [question], "max_tokens": 1}
-            said = (await client.post("/v1/chat/completions", json=chat)).json()
+            stated = (await client.post("/v1/chat/completions", json=chat)).json()
     assert answer["output_ids"] == [source["greedy"]]
     # Its own chat protocol found the template.
-    assert said["usage"]["prompt_tokens"] == len(source["ids"])
+    assert stated["usage"]["prompt_tokens"] == len(source["ids"])

@@ -129,9 +129,9 @@ async def test_openais_client_gets_an_answer_after_a_call(
                 listening(AgentService(runtime, settings), bound) as url,
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
             ):
-                said = await client.chat.completions.create(
+                stated = await client.chat.completions.create(
                     model=f"{runtime.model_name}-agent",
                     messages=[{"role": "user", "content": QUESTION}],
                 )
-    assert said.choices[0].message.content == ANSWER
-    assert said.choices[0].finish_reason == "stop"
+    assert stated.choices[0].message.content == ANSWER
+    assert stated.choices[0].finish_reason == "stop"

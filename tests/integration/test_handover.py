@@ -131,8 +131,8 @@ class Answer:
     async def mismatch(self, server: Endless) -> NDArray[np.float64]:
         """Between what the engine said of each token as it was sampled, and what a server's weights
         now say of it in one pass."""
-        found = (await server.score(self.prompt + self.ids))[NUM_PROMPT - 1 :]
-        differ: NDArray[np.float64] = np.abs(np.subtract(found, self.logprobs))
+        result = (await server.score(self.prompt + self.ids))[NUM_PROMPT - 1 :]
+        differ: NDArray[np.float64] = np.abs(np.subtract(result, self.logprobs))
         return differ
 
 
@@ -143,7 +143,9 @@ async def answers_over(router: Router, sync: Callable[[], Awaitable[SyncResult]]
     async with anyio.create_task_group() as tasks:
         for number, answer in enumerate(answers):
             tasks.start_soon(answer.stream, router, f"over-{number}")
-        await eventually(lambda: min(len(one.ids) for one in answers) > 100, within_s=TIMEOUT_S)
+        await eventually(
+            lambda: min(len(single.ids) for single in answers) > 100, within_s=TIMEOUT_S
+        )
         assert not (await sync()).failed
     return answers
 
@@ -215,8 +217,8 @@ class Parts:
         batch, out = self.folder / "check", self.folder / "scored"
         await anyio.to_thread.run_sync(write_batch, batch, [sample])
         await self.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=TIMEOUT_S)
-        found = load_file(out)["logprobs"][40:]
-        return float(np.abs(found - np.asarray(logprobs, np.float32)).max())
+        result = load_file(out)["logprobs"][40:]
+        return float(np.abs(result - np.asarray(logprobs, np.float32)).max())
 
 
 @pytest.fixture(autouse=True)
@@ -255,83 +257,83 @@ async def parts(started: Started, folder: Path, *, num_servers: int) -> AsyncIte
             yield Parts(folder, started, servers, router)
 
 
-async def test_the_engine_has_what_the_learner_has_whichever_way(
+async def test_engine_has_what_the_learner_has_whichever_way(
     all_started: Started, tmp_path: Path
 ) -> None:
-    async with parts(all_started, tmp_path, num_servers=1) as here:
-        (server,) = here.servers
-        assert await here.mismatch(server) < 1e-4, "both begin with the same model"
+    async with parts(all_started, tmp_path, num_servers=1) as near:
+        (server,) = near.servers
+        assert await near.mismatch(server) < 1e-4, "both begin with the same model"
         checksums = []
-        for settings, other in ((GROUP, WeightsSettings()), (WeightsSettings(), GROUP)):
-            await here.step()
-            assert await here.mismatch(server) > 1e-3, "a step changes the learner alone"
-            first = await here.sync(settings)
-            assert (first.failed, here.states()) == ({}, ["healthy"])
+        for settings, second in ((GROUP, WeightsSettings()), (WeightsSettings(), GROUP)):
+            await near.step()
+            assert await near.mismatch(server) > 1e-3, "a step changes the learner alone"
+            first = await near.sync(settings)
+            assert (first.failed, near.states()) == ({}, ["healthy"])
             assert first.num_verified == 1, "every tensor is the learner's"
-            assert await here.mismatch(server) < 1e-4
-            again = await here.sync(other)
+            assert await near.mismatch(server) < 1e-4
+            again = await near.sync(second)
             assert again.checksum == first.checksum
             assert again.num_verified == 1
-            assert await here.mismatch(server) < 1e-4
-            assert await server.weight_version() == here.version
+            assert await near.mismatch(server) < 1e-4
+            assert await server.weight_version() == near.version
             checksums.append(first.checksum)
         assert checksums[0] != checksums[1]
 
         # By disk: below, without a learner.
-        await here.step()
-        answers = await answers_over(here.router, partial(here.sync, GROUP))
-        cuts = [answer.until(here.version) for answer in answers]
+        await near.step()
+        answers = await answers_over(near.router, partial(near.sync, GROUP))
+        cuts = [answer.until(near.version) for answer in answers]
         differ = [await answer.mismatch(server) for answer in answers]
-        earlier = most(one[:cut] for one, cut in zip(differ, cuts, strict=True))
-        later = most(one[cut:] for one, cut in zip(differ, cuts, strict=True))
+        earlier = most(single[:cut] for single, cut in zip(differ, cuts, strict=True))
+        later = most(single[cut:] for single, cut in zip(differ, cuts, strict=True))
         assert earlier > 1e-2, "these were sampled by the last weights"
         assert later < 1e-3
-        assert here.states() == ["healthy"]
-        assert await here.mismatch(server) < 1e-4
+        assert near.states() == ["healthy"]
+        assert await near.mismatch(server) < 1e-4
 
 
-async def test_a_single_server_with_other_weights_serves_nothing(
+async def test_single_server_with_other_weights_serves_nothing(
     all_started: Started, tmp_path: Path
 ) -> None:
     """It reads files in which a number differs from the learner's; then a folder that is whole, but
     whose checksums are of other weights."""
-    async with parts(all_started, tmp_path, num_servers=1) as here:
-        await here.step()
-        served, way = Served(here.router), publisher(WeightsSettings(), here.learner, tmp_path)
+    async with parts(all_started, tmp_path, num_servers=1) as near:
+        await near.step()
+        served, way = Served(near.router), publisher(WeightsSettings(), near.learner, tmp_path)
         published = await way.publish("31", timeout_s=TIMEOUT_S)
         assert isinstance(published, PublishedFolder)
         assert (await served.sync(published, timeout_s=TIMEOUT_S)).num_verified == 1
         (file,) = published.folder.glob("*.safetensors")
-        whole = await anyio.Path(file).read_bytes()
-        await anyio.Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
+        complete = await anyio.Path(file).read_bytes()
+        await anyio.Path(file).write_bytes(complete[:-1] + bytes([complete[-1] ^ 64]))
         with pytest.raises(ServerError, match="differs from what the learner published"):
             await served.sync(published, timeout_s=TIMEOUT_S)
-        assert here.states() == ["stale"]
-        await anyio.Path(file).write_bytes(whole)
+        assert near.states() == ["stale"]
+        await anyio.Path(file).write_bytes(complete)
         await served.sync(published, timeout_s=TIMEOUT_S)
 
-        await here.step()
-        others = await way.publish("32", timeout_s=TIMEOUT_S)
+        await near.step()
+        remaining = await way.publish("32", timeout_s=TIMEOUT_S)
         give = SGLangServer.update_weights
 
-        async def stale(self: SGLangServer, folder: str, *told: Any, **more: Any) -> Any:
-            return await give(self, str(published.folder), *told, **more)
+        async def stale(self: SGLangServer, folder: str, *reported: Any, **more: Any) -> Any:
+            return await give(self, str(published.folder), *reported, **more)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(SGLangServer, "update_weights", stale)
             with pytest.raises(ServerError, match="differs from the learner's"):
-                await served.sync(others, timeout_s=TIMEOUT_S)
-        assert here.states() == ["stale"]
-        assert (await served.sync(others, timeout_s=TIMEOUT_S)).num_verified == 1
-        await here.sync(WeightsSettings())
+                await served.sync(remaining, timeout_s=TIMEOUT_S)
+        assert near.states() == ["stale"]
+        assert (await served.sync(remaining, timeout_s=TIMEOUT_S)).num_verified == 1
+        await near.sync(WeightsSettings())
 
 
-def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
+def test_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
     """Run by Triton's interpreter, which needs no GPU."""
-    found = importlib.util.find_spec("sglang")
-    assert found is not None
-    assert found.origin is not None
-    file = Path(found.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
+    result = importlib.util.find_spec("sglang")
+    assert result is not None
+    assert result.origin is not None
+    file = Path(result.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
     if not file.exists():
         pytest.fail(f"{file} is gone: checksums.VERSIONS knows another SGLang")
     done = subprocess.run(
@@ -369,7 +371,7 @@ for size in (5, 1000, 32769, 100003):
 
 def most(differences: Iterable[NDArray[np.float64]]) -> float:
     """The largest in any answer: one that repeats itself is sure of it under all weights."""
-    return max(float(one.max()) for one in differences)
+    return max(float(single.max()) for single in differences)
 
 
 def make_others(folder: Path, by: float) -> None:
@@ -443,7 +445,7 @@ async def test_running_turns_continue_with_the_new_weights(
         )
         assert by_old[:cut].max() < 1e-3
         assert by_new[cut:].max() < 1e-3
-    assert most(one[cut : cut + 10] for one, cut in zip(old, cuts, strict=True)) > 1e-3
+    assert most(single[cut : cut + 10] for single, cut in zip(old, cuts, strict=True)) > 1e-3
 
 
 def send(process: ServerProcess, number: signal.Signals) -> None:
@@ -452,12 +454,12 @@ def send(process: ServerProcess, number: signal.Signals) -> None:
     os.killpg(os.getpgid(process.pid), number)
 
 
-async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
+async def test_server_that_dies_or_freezes_while_it_receives_is_left_out(
     all_started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with parts(all_started, tmp_path, num_servers=2) as here:
-        assert not (await here.sync(GROUP)).failed
-        victim, other = all_started.processes
+    async with parts(all_started, tmp_path, num_servers=2) as near:
+        assert not (await near.sync(GROUP)).failed
+        victim, second = all_started.processes
         receive = SGLangServer.receive
 
         async def dying(self: SGLangServer, *arguments: Any, **more: Any) -> None:
@@ -467,23 +469,23 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
             await receive(self, *arguments, **more)
 
         monkeypatch.setattr(SGLangServer, "receive", dying)
-        await here.step()
-        came = await here.sync(GROUP)
-        assert came.loaded == [other.url]
+        await near.step()
+        came = await near.sync(GROUP)
+        assert came.loaded == [second.url]
         assert list(came.failed) == [victim.url]
-        assert here.states()[0] in ("stale", "dead")
-        assert here.states()[1] == "healthy"
-        assert await here.mismatch(here.servers[1]) < 1e-4
+        assert near.states()[0] in ("stale", "dead")
+        assert near.states()[1] == "healthy"
+        assert await near.mismatch(near.servers[1]) < 1e-4
 
         # It comes back, with the weights of its start.
         monkeypatch.undo()
-        here.router.replicas.mark_exited(victim.url, "killed")
-        here.router.replicas.mark_restarting(victim.url)
+        near.router.replicas.mark_exited(victim.url, "killed")
+        near.router.replicas.mark_restarting(victim.url)
         await victim.restart(print)
-        await eventually(lambda: here.states()[0] == "stale", within_s=60)
-        assert await Served(here.router).sync_stale(came, timeout_s=TIMEOUT_S)
-        assert here.states() == ["healthy", "healthy"]
-        assert await here.mismatch(here.servers[0]) < 1e-4
+        await eventually(lambda: near.states()[0] == "stale", within_s=60)
+        assert await Served(near.router).sync_stale(came, timeout_s=TIMEOUT_S)
+        assert near.states() == ["healthy", "healthy"]
+        assert await near.mismatch(near.servers[0]) < 1e-4
 
         async def freezing(self: SGLangServer, *arguments: Any, **more: Any) -> None:
             if self.url == victim.url:
@@ -491,21 +493,21 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
             await receive(self, *arguments, **more)
 
         monkeypatch.setattr(SGLangServer, "receive", freezing)
-        await here.step()
-        came = await here.sync(GROUP)
-        assert came.loaded == [other.url]
-        assert await here.mismatch(here.servers[1]) < 1e-4
+        await near.step()
+        came = await near.sync(GROUP)
+        assert came.loaded == [second.url]
+        assert await near.mismatch(near.servers[1]) < 1e-4
         monkeypatch.undo()
         send(victim, signal.SIGCONT)
-        await eventually(lambda: here.states()[0] == "stale", within_s=60)
+        await eventually(lambda: near.states()[0] == "stale", within_s=60)
         with anyio.fail_after(patient(TIMEOUT_S)):  # it has to come to itself first
-            while not await Served(here.router).sync_stale(came, timeout_s=TIMEOUT_S):
+            while not await Served(near.router).sync_stale(came, timeout_s=TIMEOUT_S):
                 print("once more")
-        assert here.states() == ["healthy", "healthy"]
-        assert await here.mismatch(here.servers[0]) < 1e-4
+        assert near.states() == ["healthy", "healthy"]
+        assert await near.mismatch(near.servers[0]) < 1e-4
 
         # Once the learner has others, a server that is stale waits for those.
-        await here.step()
-        checksums, failed = await came.published.sync_to(here.servers, timeout_s=TIMEOUT_S)
+        await near.step()
+        checksums, failed = await came.published.sync_to(near.servers, timeout_s=TIMEOUT_S)
         assert not checksums
-        assert all("updates are gone" in why for why in failed.values())
+        assert all("updates are gone" in reason for reason in failed.values())

@@ -17,7 +17,7 @@ from agentloop.trajectory import StopReason
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 
-async def test_a_model_that_cannot_judge_costs_money_and_gives_no_score(sglang_url: str) -> None:
+async def test_model_that_cannot_judge_costs_money_and_gives_no_score(sglang_url: str) -> None:
     """The small model only knows arithmetic, and the server counts its tokens."""
     model = Endpoint(
         f"{sglang_url}/v1",
@@ -36,7 +36,7 @@ async def test_a_model_that_cannot_judge_costs_money_and_gives_no_score(sglang_u
     assert model.num_requests == 3
 
 
-async def test_an_opponent_that_a_real_server_plays(sglang_url: str) -> None:
+async def test_opponent_that_a_real_server_plays(sglang_url: str) -> None:
     """The small model answers in text, as the server parses no tool calls."""
 
     def double(number: int) -> int:

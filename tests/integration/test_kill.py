@@ -22,15 +22,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.gate
-def test_a_killed_run_goes_on_from_its_journal(tmp_path: Path) -> None:
+def test_killed_run_goes_on_from_its_journal(tmp_path: Path) -> None:
     """The runtime is killed in the second of four steps; a checkpoint is made after every other.
 
     The rollouts are those of an environment with two agents, at a staleness of 1.
     """
     command = [sys.executable, "-m", "bench.kill", "--real", "1", "--seed", "5", "--steps", "4"]
-    told = ["--victims", "runtime", "--folder", str(tmp_path)]
+    reported = ["--victims", "runtime", "--folder", str(tmp_path)]
     done = subprocess.run(
-        [*command, *told],
+        [*command, *reported],
         cwd=ROOT,
         capture_output=True,
         text=True,

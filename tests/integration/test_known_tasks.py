@@ -51,11 +51,11 @@ def filled(value: Any, number: int) -> Any:
 def made(folder: Path, row: dict[str, Any], *splits: str) -> str:
     """A data set of 200 rows like `row`, in each of the splits."""
     numbers = iter(range(1, 1000))
-    found = {
+    result = {
         split: datasets.Dataset.from_list([filled(row, next(numbers)) for _ in range(200)])
         for split in splits
     }
-    datasets.DatasetDict(found).save_to_disk(folder)
+    datasets.DatasetDict(result).save_to_disk(folder)
     return f"tasks.name={folder}"
 
 
@@ -82,9 +82,9 @@ async def test_known_tasks_are_read_and_split(
         assert len(source.held_out()) == 128
         return
     settings = load_settings(EvaluateSettings, [recipe], [named])
-    asked = tasks_of(settings.environments[0], 0)
+    requests = tasks_of(settings.environments[0], 0)
     first = 201 if len(splits) > 1 else 1
-    assert {task.answer for task in asked} == {str(2 * n) for n in range(first, first + 200)}
+    assert {task.answer for task in requests} == {str(2 * n) for n in range(first, first + 200)}
     if len(splits) > 1:
         trained_on = TaskSource.open(settings.tasks)
         some = {next(trained_on).answer for _ in range(400)}

@@ -39,7 +39,7 @@ LOAD = [
 ]
 
 
-async def test_a_server_lends_its_memory_in_each_step_and_does_not_start_in_one(
+async def test_server_lends_its_memory_in_each_step_and_does_not_start_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second step, the server is killed while the learner has its memory."""

@@ -28,7 +28,7 @@ server.run()
 '''
 
 
-async def test_a_question_is_answered_with_the_tool_of_an_mcp_server(
+async def test_question_is_answered_with_the_tool_of_an_mcp_server(
     sglang_url: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "server.py"

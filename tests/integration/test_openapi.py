@@ -36,11 +36,15 @@ def test_schemathesis_finds_nothing(docker_engine: None, sglang_url: str, tmp_pa
     assert report["complete"]
     # All but the document itself.
     assert report["operations"]["tested"] == report["operations"]["total"] == 21
-    told = report["warnings"]
-    assert not told["missing_deserializer"] + told["missing_auth"] + told["method_not_allowed"]
-    for asked in ("POST /v1/chat/completions", "POST /v1/rollouts"):
+    reported = report["warnings"]
+    assert (
+        not reported["missing_deserializer"]
+        + reported["missing_auth"]
+        + reported["method_not_allowed"]
+    )
+    for requests in ("POST /v1/chat/completions", "POST /v1/rollouts"):
         for phase in ("coverage", "fuzzing"):
-            rates = report["valid_rates"][asked][phase]
+            rates = report["valid_rates"][requests][phase]
             assert rates["accepted"] > 0
             assert rates["rejected"] == 0
 

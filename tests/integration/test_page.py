@@ -152,7 +152,7 @@ def chromium() -> Iterator[Browser]:
         yield chromium
 
 
-def test_the_first_view_has_its_numbers_and_they_live(service: Service, chromium: Browser) -> None:
+def test_first_view_has_its_numbers_and_they_live(service: Service, chromium: Browser) -> None:
     with looking(chromium, service.url) as (page, _):
         expect(page).to_have_title(re.compile("agentloop"))
         expect(page.get_by_text("tokens/s").first).to_be_visible()
@@ -165,7 +165,7 @@ def test_the_first_view_has_its_numbers_and_they_live(service: Service, chromium
 
 
 @pytest.mark.gate
-def test_a_question_is_asked_and_watched_to_its_answer(service: Service, chromium: Browser) -> None:
+def test_question_is_asked_and_watched_to_its_answer(service: Service, chromium: Browser) -> None:
     with looking(chromium, f"{service.url}/#/ask") as (page, _):
         page.get_by_role("textbox").fill(QUESTION)
         page.keyboard.press("Control+Enter")
@@ -175,9 +175,7 @@ def test_a_question_is_asked_and_watched_to_its_answer(service: Service, chromiu
         expect(page.get_by_text("print(37*48)").first).to_be_visible()
 
 
-def test_a_rollout_that_is_opened_while_it_streams_grows(
-    service: Service, chromium: Browser
-) -> None:
+def test_rollout_that_is_opened_while_it_streams_grows(service: Service, chromium: Browser) -> None:
     with looking(chromium, service.url) as (page, _), service.hold_rollout() as (key, release):
         with page.expect_response(re.compile(f"rollouts/{key}/stream")):
             page.goto(f"{service.url}/#/rollout/{key}")
@@ -203,7 +201,7 @@ def ask(service: Service, question: str) -> str:
     return key
 
 
-def test_a_group_says_who_was_kept_and_why_others_were_not(
+def test_group_says_who_was_kept_and_why_others_were_not(
     service: Service, chromium: Browser, group: str
 ) -> None:
     with looking(chromium, f"{service.url}/#/group/{group}") as (page, _):
@@ -277,9 +275,7 @@ async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_that_has_ended_looks_like_one(
-    chromium: Browser, tmp_path: Path, fails: bool
-) -> None:
+def test_run_that_has_ended_looks_like_one(chromium: Browser, tmp_path: Path, fails: bool) -> None:
     with start_blocking_portal("asyncio") as portal, ExitStack() as stack:
         run = portal.wrap_async_context_manager(watched_run(tmp_path / "run"))
         url, _ = run.__enter__()
@@ -317,7 +313,7 @@ def viewing(run: Path) -> Iterator[str]:
             process.stdout.close()
 
 
-def test_a_runs_folder_is_shown_and_made_one_file(
+def test_runs_folder_is_shown_and_made_one_file(
     service: Service, chromium: Browser, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "run", f"model = {str(SMALL)!r}\n")
@@ -390,15 +386,13 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(page.get_by_text("1776").first).to_be_visible()
 
 
-def test_a_finished_run_says_how_it_went_and_what_differs(
-    chromium: Browser, tmp_path: Path
-) -> None:
+def test_finished_run_says_how_it_went_and_what_differs(chromium: Browser, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "one", f"model = {str(SMALL)!r}\nseed = 1\n[loop]\nsteps = 2\n")
-    other = RunFolder(tmp_path / "two", f"model = {str(SMALL)!r}\nseed = 2\n[loop]\nsteps = 2\n")
+    second = RunFolder(tmp_path / "two", f"model = {str(SMALL)!r}\nseed = 2\n[loop]\nsteps = 2\n")
     row = {"group": 1, "version": 0, "question": "why?", "truth": "42"}
     rows = [rollout("1-a.0"), {**rollout("1-a.1", reward=0.0), "answer": "41"}]
-    folder.add_group(1, [{**row, **one} for one in rows])
-    for run in (folder, other):
+    folder.add_group(1, [{**row, **single} for single in rows])
+    for run in (folder, second):
         run.add_metrics({"step": 0, "held_out/reward": 0.5, "held_out/num_rollouts": 100})
         run.add_metrics({"step": 2, "held_out/reward": 0.75, "held_out/num_rollouts": 100})
     command = {"command": "agentloop train x.toml", "version": "1.2", "commit": "abc", "unix_s": 1}
@@ -433,7 +427,7 @@ def test_a_finished_run_says_how_it_went_and_what_differs(
         assert violations(page) == []
 
 
-def test_a_missing_rollout_has_no_buttons(service: Service, chromium: Browser) -> None:
+def test_missing_rollout_has_no_buttons(service: Service, chromium: Browser) -> None:
     with looking(chromium, f"{service.url}/#/rollout/nosuch") as (page, problems):
         problems.expected = ["404"]
         expect(page.get_by_text("cannot be shown")).to_be_visible()
@@ -448,7 +442,7 @@ def test_a_missing_rollout_has_no_buttons(service: Service, chromium: Browser) -
         )
 
 
-def test_a_question_while_nobody_answers_says_so_until_somebody_does(
+def test_question_while_nobody_answers_says_so_until_somebody_does(
     service: Service, chromium: Browser
 ) -> None:
     with looking(chromium, service.url) as (page, problems):
@@ -463,7 +457,7 @@ def test_a_question_while_nobody_answers_says_so_until_somebody_does(
         expect(notice).not_to_be_visible()
 
 
-def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -> None:
+def test_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -> None:
     """A call that never ran, tokens that came in one burst, an answer of an endpoint of others."""
     folder = RunFolder(tmp_path / "run", f"model = {str(SMALL)!r}\n")
     row = {"group": 1, "version": 0, **rollout("1-a.0")}

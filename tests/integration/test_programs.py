@@ -86,9 +86,7 @@ async def wait_until(happened: Callable[[], Any]) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_a_programs_output_is_the_answer(
-    agent: SessionAgent, engine: aiodocker.Docker
-) -> None:
+async def test_programs_output_is_the_answer(agent: SessionAgent, engine: aiodocker.Docker) -> None:
     agent.answer = "The result is 42."
     code = f"{ASK}\nprint('asked:', answer)\nprint(answer.split()[-1].strip('.'))"
     answer = await program.function(TASK, agent, settings=python(code))
@@ -98,13 +96,13 @@ async def test_a_programs_output_is_the_answer(
     assert await containers(engine, os.getpid()) == []
 
 
-async def test_a_task_may_be_long(agent: SessionAgent) -> None:
+async def test_task_may_be_long(agent: SessionAgent) -> None:
     job = Program(("wc", "-c"), agent.socket, stdin="x" * 5_000_000)
     end = await agent.sandbox.run_program(job, timeout_s=60)
     assert end.stdout == "5000000\n"
 
 
-async def test_a_folder_is_the_working_directory(agent: SessionAgent, tmp_path: Path) -> None:
+async def test_folder_is_the_working_directory(agent: SessionAgent, tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("def shown(text): return f'<answer>{text}</answer>'")
     code = f"{ASK}\nimport helper\nprint(helper.shown(answer), os.getcwd())"
     (tmp_path / "main.py").write_text(code)
@@ -117,7 +115,7 @@ async def test_a_folder_is_the_working_directory(agent: SessionAgent, tmp_path: 
     assert answer.text == "<answer>42</answer> /agent"
 
 
-async def test_the_example_runs_the_tools_of_its_model(agent: SessionAgent) -> None:
+async def test_example_runs_the_tools_of_its_model(agent: SessionAgent) -> None:
     arguments = json.dumps({"code": "print(int(input()) * 7)", "input": "6"})
     called = {"name": "python_code_with_standard_io", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": called}
@@ -130,7 +128,7 @@ async def test_the_example_runs_the_tools_of_its_model(agent: SessionAgent) -> N
     assert [len(request["tools"]) for request in agent.asked] == [1, 1]
 
 
-async def test_a_program_that_hangs_is_killed_and_its_answer_counts(
+async def test_program_that_hangs_is_killed_and_its_answer_counts(
     agent: SessionAgent, engine: aiodocker.Docker
 ) -> None:
     agent.time_left_s = 8.0
@@ -140,14 +138,14 @@ async def test_a_program_that_hangs_is_killed_and_its_answer_counts(
     assert await containers(engine, os.getpid()) == []
 
 
-async def test_a_program_that_waits_for_the_model_is_not_to_blame(agent: SessionAgent) -> None:
+async def test_program_that_waits_for_the_model_is_not_to_blame(agent: SessionAgent) -> None:
     agent.time_left_s = 6.0
     agent.answer = None
     with pytest.raises(InfrastructureFailed, match="before the model had begun"):
         await program.function(TASK, agent, settings=python(ASK))
 
 
-async def test_a_crash_after_an_answer_is_the_agents(agent: SessionAgent) -> None:
+async def test_crash_after_an_answer_is_the_agents(agent: SessionAgent) -> None:
     answer = await program.function(TASK, agent, settings=python(f"{ASK}\nraise SystemExit(127)"))
     assert answer.text == ""
 
@@ -161,7 +159,7 @@ async def test_a_crash_after_an_answer_is_the_agents(agent: SessionAgent) -> Non
         (("true",), "status 0 without an answer"),
     ],
 )
-async def test_a_program_that_never_asks_is_the_users_mistake(
+async def test_program_that_never_asks_is_the_users_mistake(
     agent: SessionAgent, command: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=f"(?s){message}"):
@@ -169,13 +167,13 @@ async def test_a_program_that_never_asks_is_the_users_mistake(
     assert agent.failures == []
 
 
-async def test_an_image_that_is_not_there(agent: SessionAgent) -> None:
+async def test_image_that_is_not_there(agent: SessionAgent) -> None:
     settings = ProgramSettings(command=("true",), image="agentloop-no-such:1")
     with pytest.raises(SettingsError, match="no image 'agentloop-no-such:1': build or pull"):
         await program.function(TASK, agent, settings=settings)
 
 
-async def test_an_image_without_python(
+async def test_image_without_python(
     agent: SessionAgent, engine: aiodocker.Docker, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty.tar"
@@ -189,7 +187,7 @@ async def test_an_image_without_python(
         await engine.images.delete("agentloop-test-empty:1", force=True)
 
 
-async def test_a_program_reaches_only_the_model(agent: SessionAgent) -> None:
+async def test_program_reaches_only_the_model(agent: SessionAgent) -> None:
     code = """
 import os, socket
 for address in ("1.1.1.1", "172.17.0.1", "10.0.0.1"):
@@ -220,7 +218,7 @@ for path in ("/x", "/run/x", "/usr/x", "/tmp/x"):
     assert wrote == "wrote /tmp/x"
 
 
-async def test_a_fork_bomb_ends_with_its_container(
+async def test_fork_bomb_ends_with_its_container(
     agent: SessionAgent, engine: aiodocker.Docker
 ) -> None:
     code = """
@@ -240,7 +238,7 @@ except OSError as error:
     assert await containers(engine, os.getpid()) == []
 
 
-async def test_a_memory_bomb_is_killed(agent: SessionAgent) -> None:
+async def test_memory_bomb_is_killed(agent: SessionAgent) -> None:
     end = await run(agent, "held = []\nwhile True: held.append(bytearray(16 << 20))")
     assert (end.status, end.exit_status) == (CallStatus.KILLED, 137)
 
@@ -272,7 +270,7 @@ print(sorted(one.communicate(task)[0] for one in several))
     assert end.stdout.strip() == str(["42"] * 8), end.stderr
 
 
-async def test_a_cancelled_rollout_leaves_no_container(
+async def test_cancelled_rollout_leaves_no_container(
     agent: SessionAgent, engine: aiodocker.Docker
 ) -> None:
     async def is_up() -> bool:
@@ -322,7 +320,7 @@ anyio.run(main)
     await wait_until(gone)
 
 
-async def test_an_engine_elsewhere_is_refused(
+async def test_engine_elsewhere_is_refused(
     pool: Pool, agent: SessionAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = pool._backends[0]

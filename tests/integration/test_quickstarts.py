@@ -38,32 +38,32 @@ def service(docker_engine: None, sglang_url: str) -> Iterator[str]:
 
 
 def test_install(tmp_path: Path) -> None:
-    said = QuickStart("install.md", tmp_path).run()
-    assert "ok       SGLang" in said
+    stated = QuickStart("install.md", tmp_path).run()
+    assert "ok       SGLang" in stated
 
 
 def test_serve_a_model(tmp_path: Path, served: dict[str, str], service: str) -> None:
     page = QuickStart("serve.md", tmp_path)
     page.write_files()
-    said = page.run(served, url=service)
-    assert r'"\\boxed{1776}"' in said  # curl's
-    assert "2 turns, 1 call" in said  # in the terminal
-    assert r"\boxed{1776} ['multiply']" in said
+    stated = page.run(served, url=service)
+    assert r'"\\boxed{1776}"' in stated  # curl's
+    assert "2 turns, 1 call" in stated  # in the terminal
+    assert r"\boxed{1776} ['multiply']" in stated
 
 
 def test_train_in_your_environment(tmp_path: Path, served: dict[str, str]) -> None:
     page = QuickStart("environment.md", tmp_path)
     page.write_files()
-    said = page.run(served)
-    assert "7 passed" in said  # by scripts
-    assert "in_time" in said  # by the model
-    assert "inference  1 server" in said  # the plan
+    stated = page.run(served)
+    assert "7 passed" in stated  # by scripts
+    assert "in_time" in stated  # by the model
+    assert "inference  1 server" in stated  # the plan
 
 
 def test_train_your_agent(tmp_path: Path, served: dict[str, str]) -> None:
-    said = QuickStart("agent.md", tmp_path).run(served)
-    assert "avg@2" in said
-    assert "inference  1 server" in said
+    stated = QuickStart("agent.md", tmp_path).run(served)
+    assert "avg@2" in stated
+    assert "inference  1 server" in stated
 
 
 def test_commands_of_the_readme(tmp_path: Path, served: dict[str, str], service: str) -> None:
@@ -71,8 +71,8 @@ def test_commands_of_the_readme(tmp_path: Path, served: dict[str, str], service:
     for name in ("latest", "other"):
         shutil.copytree(SAMPLE, tmp_path / "runs" / name)
     page = QuickStart("../../README.md", tmp_path)
-    said = "".join(page.run(served, url=service, only=part) for part in README)
-    assert "avg@" in said
+    stated = "".join(page.run(served, url=service, only=part) for part in README)
+    assert "avg@" in stated
     assert (tmp_path / "run.html").stat().st_size > 100_000
     assert (tmp_path / "curves.svg").stat().st_size > 1_000
 
@@ -80,6 +80,6 @@ def test_commands_of_the_readme(tmp_path: Path, served: dict[str, str], service:
 def test_evaluate_an_endpoint(tmp_path: Path, service: str) -> None:
     page = QuickStart("evaluate.md", tmp_path)
     page.write_files()
-    said = page.run(url=service)
-    assert "avg@4" in said
-    assert "evaluate" in said
+    stated = page.run(url=service)
+    assert "avg@4" in stated
+    assert "evaluate" in stated

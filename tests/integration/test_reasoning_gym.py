@@ -63,15 +63,15 @@ async def test_another_right_answer_is_right_and_junk_is_not() -> None:
                 ("__import__('os').abort()", 0.0),
                 ("[0] * 10**10", 0.0),
             ]:
-                found = await grader.score(answered(text), task)
-                assert found.value == value, (text, found)
+                result = await grader.score(answered(text), task)
+                assert result.value == value, (text, result)
 
 
 def saying(text: str, pool: Pool) -> Scripted:
     return Scripted(lambda seen: text, pool)
 
 
-async def test_the_adapter_makes_puzzles_and_gives_their_scores() -> None:
+async def test_adapter_makes_puzzles_and_gives_their_scores() -> None:
     options = {"countdown": {"min_numbers": 3, "max_numbers": 3}}
     made = puzzle.with_arguments({"families": ["countdown"], "options": options})
     task = task_of(made)
@@ -90,7 +90,7 @@ async def test_the_adapter_makes_puzzles_and_gives_their_scores() -> None:
             assert lowest <= episode.reward.value <= highest, (text, episode.reward)
 
 
-def test_the_adapter_is_evaluated(tmp_path: Path, sglang_url: str) -> None:
+def test_adapter_is_evaluated(tmp_path: Path, sglang_url: str) -> None:
     settings = [
         "env=agentloop.environments.adapters.reasoning_gym:puzzle",
         'env.args.families=["chain_sum"]',

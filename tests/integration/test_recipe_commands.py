@@ -85,38 +85,42 @@ def planned(recipe: str) -> dict[str, list[str]]:
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each command line says, by the parser of the program that it is for."""
     folder = tmp_path_factory.mktemp("commands")
-    asked: dict[str, tuple[str, Any]] = {}
+    requests: dict[str, tuple[str, Any]] = {}
     for recipe in SHAPES:
         for name, words in planned(recipe).items():
             if name.startswith("server"):
                 at = words.index("agentloop.inference.processes.keyed")
-                asked[f"{recipe}: {name}"] = ("sglang", words[at + 1 :])
+                requests[f"{recipe}: {name}"] = ("sglang", words[at + 1 :])
         learner = settings_of(recipe).learner.model_dump()
-        asked[f"{recipe}: config"] = ("config", LearnerSettings(**learner).model_dump_json())
+        requests[f"{recipe}: config"] = ("config", LearnerSettings(**learner).model_dump_json())
     script = [sys.executable, "-c", READER, str(folder / "found.json")]
     done = subprocess.run(
         script,
-        input=json.dumps(asked),
+        input=json.dumps(requests),
         text=True,
         capture_output=True,
         timeout=patient(800),
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
-    assert found.keys() == asked.keys()
-    return found
+    result: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    assert result.keys() == requests.keys()
+    return result
 
 
 def test_sglang_accepts_the_servers_commands(read: dict[str, dict[str, Any]]) -> None:
     paper = [read[f"paper-stage1: server {number}"] for number in range(1, 5)]
-    assert [one["host"] for one in paper] == [f"node-{number}" for number in range(5, 9)]
-    assert {(one["tp_size"], one["dp_size"], one["base_gpu_id"]) for one in paper} == {(1, 8, 0)}
+    assert [first["host"] for first in paper] == [f"node-{number}" for number in range(5, 9)]
+    assert {(first["tp_size"], first["dp_size"], first["base_gpu_id"]) for first in paper} == {
+        (1, 8, 0)
+    }
     release = [read[f"release-8gpu: server {number}"] for number in (1, 2)]
-    assert {(one["tp_size"], one["dp_size"]) for one in release} == {(4, 1)}
-    assert {one["mem_fraction_static"] for one in release} == {0.5}
-    assert [one["enable_memory_saver"] for one in [*paper, *release]] == [False] * 4 + [True] * 2
-    assert {Path(one["model_path"]) for one in [*paper, *release]} == {RECIPES / "qwen3-14b"}
+    assert {(first["tp_size"], first["dp_size"]) for first in release} == {(4, 1)}
+    assert {first["mem_fraction_static"] for first in release} == {0.5}
+    assert [first["enable_memory_saver"] for first in [*paper, *release]] == [False] * 4 + [
+        True
+    ] * 2
+    assert {Path(first["model_path"]) for first in [*paper, *release]} == {RECIPES / "qwen3-14b"}
 
 
 def test_deepspeed_accepts_the_learners_settings(read: dict[str, dict[str, Any]]) -> None:
@@ -128,7 +132,7 @@ def test_deepspeed_accepts_the_learners_settings(read: dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("recipe", SHAPES)
-def test_the_rank_and_the_sandbox_read_their_own_commands(recipe: str, tmp_path: Path) -> None:
+def test_rank_and_the_sandbox_read_their_own_commands(recipe: str, tmp_path: Path) -> None:
     commands = planned(recipe)
     ranks = [words for name, words in commands.items() if name.startswith("rank")]
     assert len(ranks) == settings_of(recipe).ranks.nodes

@@ -75,9 +75,9 @@ async def kill_containers(
     async for _ in answers(tally, KILL_CONTAINER_EVERY, dice):
         with contextlib.suppress(SandboxUnavailable, aiodocker.DockerError, aiohttp.ClientError):
             async with connect(engine.url) as docker:
-                found = await docker.containers.list()
-                if found:
-                    await dice.choice(found).kill()
+                result = await docker.containers.list()
+                if result:
+                    await dice.choice(result).kill()
                     killed["container"] += 1
 
 
@@ -98,14 +98,14 @@ async def check_that_nothing_is_left(
     """No container, and of none a process, a control group or a directory. An engine that is
     killed while it makes a container forgets it, and its control group, empty, stays."""
 
-    async def left() -> list[object]:
+    async def remaining() -> list[object]:
         groups = [] if killed_at_work else engine.cgroups()
         return [*await names(engine), *engine.pids(), *groups]
 
     with anyio.move_on_after(RECOVERY_S):
-        while await left():  # noqa: ASYNC110 - the engine sets no event
+        while await remaining():  # noqa: ASYNC110 - the engine sets no event
             await anyio.sleep(0.05)
-    assert await left() == []
+    assert await remaining() == []
     assert scratch is None or os.listdir(scratch) == []
 
 
@@ -143,11 +143,11 @@ async def test_calls_while_everything_is_killed(engine: PrivateEngine, scratch: 
         assert killed["engine"] == 1
         assert min(killed[kind] for kind in ("server", "zygote", "call", "container")) > 0
 
-        async def whole() -> bool:
+        async def complete() -> bool:
             stats = pool.stats()
             return bool(stats["workers"] == pool.settings.workers and stats["busy"] == 0)
 
-        await wait_until(whole)
+        await wait_until(complete)
         again = Tally([0] * 200)
         await run_load(pool, 200, again)
         assert again.ends == {"right": 200}
@@ -198,7 +198,7 @@ async def test_leftover_containers_are_removed_when_the_engine_is_back(
     await check_that_nothing_is_left(engine)
 
 
-async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
+async def test_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
     """What ran on the lost one runs on the other from then on."""
     engines = {"engines": [engine.url, "unix:///var/run/docker.sock"], "workers": 2}
     async with Pool(settings_for(engine).model_copy(update=engines)) as pool:
@@ -206,10 +206,10 @@ async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
         await engine.kill()
         os.kill(server, signal.SIGKILL)
 
-        async def whole() -> bool:
+        async def complete() -> bool:
             return bool(pool.stats()["lost"] and pool.stats()["workers"] == 2)
 
-        await wait_until(whole)
+        await wait_until(complete)
         tally = Tally([0] * 100)
         await run_load(pool, 100, tally)
         assert tally.ends == {"right": 100}
@@ -217,7 +217,7 @@ async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
     await check_that_nothing_is_left(engine)
 
 
-async def test_a_pool_closes_while_its_engine_is_down(engine: PrivateEngine) -> None:
+async def test_pool_closes_while_its_engine_is_down(engine: PrivateEngine) -> None:
     with anyio.fail_after(patient(2 * RECOVERY_S)) as scope:
         async with Pool(settings_for(engine)) as pool:
             assert (await pool.run("print(1)")).ok

@@ -73,8 +73,8 @@ async def pool(engine: aiodocker.Docker) -> AsyncIterator[Pool]:
 async def containers(engine: aiodocker.Docker, owner: int | None = None) -> list[str]:
     """Names of our containers, running or not, that the process `owner` started."""
     prefix = f"/agentloop-sandbox-{owner or os.getpid()}-"
-    found = await engine.containers.list(all=True, filters={"label": [LABEL]})
-    return [c["Names"][0] for c in found if c["Names"][0].startswith(prefix)]
+    actual = await engine.containers.list(all=True, filters={"label": [LABEL]})
+    return [c["Names"][0] for c in actual if c["Names"][0].startswith(prefix)]
 
 
 async def wait_until(happened: Callable[[], Any]) -> None:
@@ -111,7 +111,7 @@ async def test_attack(pool: Pool, attack: Attack, num_processes: int) -> None:
 
 
 @pytest.mark.gate
-async def test_the_walls_are_up(pool: Pool, engine: aiodocker.Docker) -> None:
+async def test_walls_are_up(pool: Pool, engine: aiodocker.Docker) -> None:
     """What the Engine was told, and what the kernel says of it from inside."""
     (name,) = [n for n in await containers(engine) if pool._queue.workers[0].link.worker_id in n]
     host = (await (await engine.containers.get(name[1:])).show())["HostConfig"]
@@ -159,11 +159,11 @@ async def test_calls_beside_each_other_see_nothing(pool: Pool) -> None:
     await check_neighbours(pool)
 
 
-async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
+async def test_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
     await check_that_disks_are_apart(pool)
 
 
-async def test_the_next_call_finds_nothing() -> None:
+async def test_next_call_finds_nothing() -> None:
     few = {"workers": 1, "max_sessions": 0, "preload": []}
     async with Pool(SETTINGS.model_copy(update=few)) as pool:
         await check_that_the_next_finds_nothing(pool)
@@ -236,7 +236,7 @@ def has_cap(number: int) -> bool:
     return bool(int(status.split("CapEff:")[1].split()[0], 16) >> number & 1)
 
 
-async def test_a_memory_bomb_can_not_send_the_killer_to_its_neighbours(pool: Pool) -> None:
+async def test_memory_bomb_can_not_send_the_killer_to_its_neighbours(pool: Pool) -> None:
     """A process can't lower its score for the kernel's choice."""
     if not has_cap(CAP_SYS_RESOURCE):
         pytest.skip("without CAP_SYS_RESOURCE even an engine can't set a least score")
@@ -283,7 +283,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-async def test_a_program_can_not_make_its_own_end_look_like_ours(pool: Pool) -> None:
+async def test_program_can_not_make_its_own_end_look_like_ours(pool: Pool) -> None:
     """It fills the memory by a process of its own, and then kills itself beside another call."""
     kept: list[str] = []
 
@@ -298,7 +298,7 @@ async def test_a_program_can_not_make_its_own_end_look_like_ours(pool: Pool) -> 
     assert kept == ["kept\n"]
 
 
-async def test_an_idle_container_that_hangs_is_found(
+async def test_idle_container_that_hangs_is_found(
     engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.5)
@@ -312,7 +312,7 @@ async def test_an_idle_container_that_hangs_is_found(
 
 
 @pytest.mark.parametrize("bomb", [SMALL_BOMBS, SECRET_BOMBS], ids=["small", "secret"])
-async def test_a_call_over_its_memory_ends_alone(pool: Pool, bomb: str) -> None:
+async def test_call_over_its_memory_ends_alone(pool: Pool, bomb: str) -> None:
     """However small and well hidden its processes are: no neighbour and no worker dies of it."""
     num_lost = pool.stats()["lost"]
     kept: list[str] = []
@@ -343,7 +343,7 @@ async def test_processes_that_sessions_leave_take_no_others_place(pool: Pool) ->
             assert (await pool.run(need)).ok
 
 
-async def test_a_killed_container_is_replaced_and_its_call_runs_again(
+async def test_killed_container_is_replaced_and_its_call_runs_again(
     engine: aiodocker.Docker,
 ) -> None:
     async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
@@ -364,7 +364,7 @@ async def test_a_killed_container_is_replaced_and_its_call_runs_again(
         assert pool.stats()["workers"] == 1
 
 
-async def test_a_paused_container_counts_as_lost(
+async def test_paused_container_counts_as_lost(
     engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.sandbox.slots.GRACE_S", 0.5)
@@ -376,7 +376,7 @@ async def test_a_paused_container_counts_as_lost(
         assert (result.stdout, result.attempt) == ("1\n", 2)
 
 
-async def test_a_hanging_environment_leaves_no_process(pool: Pool) -> None:
+async def test_hanging_environment_leaves_no_process(pool: Pool) -> None:
     await hang(pool, "600.1618")
 
 
@@ -431,13 +431,13 @@ async def test_containers_of_dead_owners_are_removed_at_the_next_start(
     }
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
         image = pool._backends[0]._engines[0].image  # type: ignore[attr-defined]
-    left = await engine.containers.create(
+    remaining = await engine.containers.create(
         {"Image": image, "Cmd": ["sleep", "600"], "Labels": labels}, name="agentloop-left-over"
     )
-    await left.start()
+    await remaining.start()
     async with Pool(SETTINGS.model_copy(update={"preload": []})):
-        found = await engine.containers.list(all=True, filters={"label": [LABEL]})
-        assert "left-over" not in json.dumps([c["Labels"] for c in found])
+        actual = await engine.containers.list(all=True, filters={"label": [LABEL]})
+        assert "left-over" not in json.dumps([c["Labels"] for c in actual])
 
 
 async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
@@ -449,7 +449,7 @@ async def test_calls_share_the_processors_however_many_processes_they_have() -> 
         await check_shares(pool)
 
 
-async def test_a_session_that_reads_no_jobs_is_lost_by_its_program() -> None:
+async def test_session_that_reads_no_jobs_is_lost_by_its_program() -> None:
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
         await check_unread_jobs(pool)
 
@@ -461,12 +461,12 @@ async def test_no_program_is_blamed_for_another_or_blames_us(
 ) -> None:
     several = SETTINGS.model_copy(update={"workers": 4, "preload": []})
     async with Pool(several, on_progress=print) as pool:
-        found = await attribute(pool, seed=number, number=number)
-    assert found.violations == []
-    assert found.num_right > 0
+        actual = await attribute(pool, seed=number, number=number)
+    assert actual.violations == []
+    assert actual.num_right > 0
 
 
-async def test_the_runtime_is_the_configured_one(engine: aiodocker.Docker) -> None:
+async def test_runtime_is_the_configured_one(engine: aiodocker.Docker) -> None:
     settings = SETTINGS.model_copy(update={"preload": [], "workers": 1, "runtime": "runc"})
     async with Pool(settings) as pool:
         name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
@@ -475,14 +475,14 @@ async def test_the_runtime_is_the_configured_one(engine: aiodocker.Docker) -> No
         assert pool.stats()["layers"]["runtime"] == "runc"
 
 
-async def test_a_runtime_that_the_engine_lacks_is_named(engine: aiodocker.Docker) -> None:
+async def test_runtime_that_the_engine_lacks_is_named(engine: aiodocker.Docker) -> None:
     settings = SETTINGS.model_copy(update={"runtime": "no-such-runtime"})
     with pytest.raises(SandboxUnavailable, match="no-such-runtime"):
         async with Pool(settings):
             pass
 
 
-async def test_a_session_may_hold_more_than_its_next_cell(pool: Pool) -> None:
+async def test_session_may_hold_more_than_its_next_cell(pool: Pool) -> None:
     async with pool.session() as session:
         assert (await session.run("x = b'1' * (200 << 20)")).ok
         assert (await session.run("1", memory_mib=16)).status in (CallStatus.OK, CallStatus.OOM)
@@ -497,7 +497,7 @@ for _ in range(25):
 """
 
 
-async def test_a_call_with_little_memory_follows_one_with_much(engine: aiodocker.Docker) -> None:
+async def test_call_with_little_memory_follows_one_with_much(engine: aiodocker.Docker) -> None:
     async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
         for _ in range(10):
             async with anyio.create_task_group() as group:

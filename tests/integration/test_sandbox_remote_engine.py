@@ -134,7 +134,7 @@ async def test_large_jobs_and_outputs(settings: PoolSettings) -> None:
             assert result.stdout == f"{n} 2000000 2400000\n" + "z" * 4_000_000 + "\n"
 
 
-async def test_a_flood_and_a_cancelled_call(pool: Pool) -> None:
+async def test_flood_and_a_cancelled_call(pool: Pool) -> None:
     before = pool.stats()["lost"]
     flood = await pool.run("import os\nwhile True: os.write(1, b'x' * 10**6)")
     assert flood.status is CallStatus.OUTPUT_LIMIT
@@ -144,13 +144,13 @@ async def test_a_flood_and_a_cancelled_call(pool: Pool) -> None:
     assert pool.stats()["lost"] == before
 
 
-async def test_a_session(pool: Pool) -> None:
+async def test_session(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("x = 41")
         assert (await session.run("x + 1")).result == "42"
 
 
-async def test_a_worker_outlives_the_time_limit_of_requests(
+async def test_worker_outlives_the_time_limit_of_requests(
     settings: PoolSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is one long request, and may rest for as long as nobody calls."""
@@ -179,7 +179,7 @@ async def test_standard_streams_of_the_worker_are_closed_to_a_call(pool: Pool) -
     assert (await pool.run(code)).stdout == "/dev/null\n"
 
 
-async def test_a_lost_container_is_replaced_and_its_call_runs_again(
+async def test_lost_container_is_replaced_and_its_call_runs_again(
     settings: PoolSettings, engine: PrivateEngine
 ) -> None:
     async with Pool(settings.model_copy(update={"workers": 1})) as pool:
@@ -199,7 +199,7 @@ async def test_a_lost_container_is_replaced_and_its_call_runs_again(
         assert pool.stats()["workers"] == 1
 
 
-async def test_a_closed_pool_leaves_no_containers(
+async def test_closed_pool_leaves_no_containers(
     settings: PoolSettings, engine: PrivateEngine, tmp_path: Path
 ) -> None:
     """Run before the tests that kill workers: the module's pool replaces its own for a while."""
@@ -235,7 +235,7 @@ async def test_calls_while_workers_are_killed(
         await wait_until(lambda: pool.stats()["workers"] == 2, within_s=60)
 
 
-async def test_an_engine_that_wants_tls_says_so(engine: PrivateEngine, url: str) -> None:
+async def test_engine_that_wants_tls_says_so(engine: PrivateEngine, url: str) -> None:
     with pytest.raises(SandboxUnavailable, match="requires TLS: set engine_certs"):
         async with connect(url):
             pass
@@ -247,13 +247,13 @@ async def test_certificates_that_are_missing_or_wrong(
     with pytest.raises(SandboxUnavailable, match=r"needs ca\.pem, cert\.pem and key\.pem in"):
         async with connect(url, str(tmp_path)):
             pass
-    others = make_certs(tmp_path / "others")
+    remaining = make_certs(tmp_path / "others")
     with pytest.raises(SandboxUnavailable, match="its certificate is not valid for"):
-        async with connect(url, str(others)):
+        async with connect(url, str(remaining)):
             pass
-    shutil.copy(certs / "ca.pem", others / "ca.pem")  # right authority, a stranger's certificate
+    shutil.copy(certs / "ca.pem", remaining / "ca.pem")  # right authority, a stranger's certificate
     with pytest.raises(SandboxUnavailable, match="no Docker Engine responds"):
-        async with connect(url, str(others)):
+        async with connect(url, str(remaining)):
             pass
 
 

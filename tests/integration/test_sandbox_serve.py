@@ -47,13 +47,13 @@ def command(*arguments: str, token: str = "") -> Iterator[tuple[subprocess.Popen
 
 
 def containers(pid: int) -> list[str]:
-    asked = ["docker", "ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
-    names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    requests = ["docker", "ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
+    names = subprocess.run(requests, capture_output=True, text=True, check=True).stdout.split()
     return [name for name in names if name.startswith(f"agentloop-sandbox-{pid}-")]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, status: int) -> None:
+def test_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, status: int) -> None:
     with command("pool.backend=docker") as (process, url):
         with httpx.Client(base_url=url, trust_env=False, timeout=patient(60)) as http:
             body = {"calls": [{"code": "6 * 7"}, {"code": FOREVER, "timeout_s": 600}]}
@@ -67,9 +67,9 @@ def test_a_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, s
 
 
 @pytest.mark.anyio
-async def test_a_pool_survives_the_kill_of_a_host(docker_engine: None) -> None:
-    with command("pool.backend=docker") as (process, one), command(token="") as (_, two):
-        async with Pool(PoolSettings(hosts=[one, two])) as pool:
+async def test_pool_survives_the_kill_of_a_host(docker_engine: None) -> None:
+    with command("pool.backend=docker") as (process, first), command(token="") as (_, two):
+        async with Pool(PoolSettings(hosts=[first, two])) as pool:
             results = []
 
             async def call(n: int) -> None:

@@ -115,8 +115,8 @@ def test_openais_client_streams_it(client: openai.OpenAI) -> None:
             reasoning += extra.get("reasoning_content", "")
             executed += extra.get("executed_tools", [])
             finish = choice.finish_reason or finish
-    whole = client.chat.completions.create(model="small-agent", messages=QUESTION)  # type: ignore[arg-type]
-    message = whole.choices[0].message
+    complete = client.chat.completions.create(model="small-agent", messages=QUESTION)  # type: ignore[arg-type]
+    message = complete.choices[0].message
     assert content == message.content == "\\boxed{1776}"
     assert reasoning == (message.model_extra or {})["reasoning_content"]
     assert [tool["output"] for tool in executed] == ["1776"]
@@ -134,22 +134,22 @@ def test_stop_sequences_end_an_answer(http: httpx.Client, stream: bool) -> None:
             body["stream_options"] = {"include_usage": True}
         answer = http.post("/v1/chat/completions", json=body)
         if not stream:
-            whole = answer.json()
-            (choice,) = whole["choices"]
-            said, told = choice["message"]["content"], choice["finish_reason"]
-            return said, told, whole["usage"]["completion_tokens"]
+            complete = answer.json()
+            (choice,) = complete["choices"]
+            stated, reported = choice["message"]["content"], choice["finish_reason"]
+            return stated, reported, complete["usage"]["completion_tokens"]
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert lines.pop() == "[DONE]"
         *chunks, usage = map(json.loads, lines)
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        said = "".join(delta.get("content", "") for delta in deltas)
-        told = chunks[-1]["choices"][0]["finish_reason"]
-        return said, told, usage["usage"]["completion_tokens"]
+        stated = "".join(delta.get("content", "") for delta in deltas)
+        reported = chunks[-1]["choices"][0]["finish_reason"]
+        return stated, reported, usage["usage"]["completion_tokens"]
 
-    whole, _, num_tokens = ask()
-    assert whole == "\\boxed{1776}"
-    said, told, num_sampled = ask(stop=["xed{17", "nothing"])
-    assert (said, told) == ("\\bo", "stop")
+    complete, _, num_tokens = ask()
+    assert complete == "\\boxed{1776}"
+    stated, reported, num_sampled = ask(stop=["xed{17", "nothing"])
+    assert (stated, reported) == ("\\bo", "stop")
     assert num_sampled < num_tokens
     assert ask(max_tokens=num_tokens - 1)[1:] == ("length", num_tokens - 1)
     assert ask(max_tokens=num_tokens + 20, ignore_eos=True)[1:] == ("length", num_tokens + 20)
@@ -246,7 +246,7 @@ def test_other_hosts_and_origins_are_refused(http: httpx.Client) -> None:
     assert http.get("/healthz").json()["status"] == "ok"
 
 
-def test_a_client_that_leaves_cancels_its_rollout(http: httpx.Client) -> None:
+def test_client_that_leaves_cancels_its_rollout(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "stream": True, "temperature": 2}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         next(answer.iter_raw(64))
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_cancels_its_rollout(http: httpx.Client) -> None:
 
 
 @pytest.mark.gate
-def test_the_agent_of_an_environment_is_served_by_its_name(sglang_url: str) -> None:
+def test_agent_of_an_environment_is_served_by_its_name(sglang_url: str) -> None:
     example = "env=agentloop.environments.examples.guess_number:guess"
     process, url = start(sglang_url, example, "budget.max_response_tokens=200", "--task", "2")
     try:
@@ -276,8 +276,8 @@ def test_sigterm_ends_it_and_leaves_no_container(docker_engine: None, sglang_url
     with httpx.Client(base_url=url, timeout=patient(60), trust_env=False) as http:
         http.post("/v1/chat/completions", json={"messages": QUESTION}).raise_for_status()
     assert stop(process, signal.SIGTERM) == 143
-    left = subprocess.run(owners, capture_output=True, text=True, check=True).stdout.split()
-    assert not [owner for owner in left if owner.startswith(f"{process.pid}-")]
+    remaining = subprocess.run(owners, capture_output=True, text=True, check=True).stdout.split()
+    assert not [owner for owner in remaining if owner.startswith(f"{process.pid}-")]
 
 
 def test_another_address_needs_a_token() -> None:
@@ -291,7 +291,7 @@ def test_another_address_needs_a_token() -> None:
 
 
 @pytest.mark.gate
-def test_a_session_is_recorded_shown_scored_and_exported(
+def test_session_is_recorded_shown_scored_and_exported(
     docker_engine: None, sglang_url: str, tmp_path: Path
 ) -> None:
     record, tasks, out = (tmp_path / name for name in ("served", "tasks.jsonl", "good.jsonl"))
@@ -334,7 +334,9 @@ def test_a_session_is_recorded_shown_scored_and_exported(
     )
     agentloop("data", "dialogues", record, "--out", out)
     exported = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["prompt_ids"] for one in exported] == [one["prompt_ids"] for one in served]
+    assert [single["prompt_ids"] for single in exported] == [
+        single["prompt_ids"] for single in served
+    ]
     page = tmp_path / "page.html"
     agentloop("runs", "view", record, "--export", page)
     assert rows[1]["branch"] in page.read_text()

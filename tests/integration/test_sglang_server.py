@@ -55,27 +55,27 @@ def litter() -> Callable[[], set[Path]]:
                 maps.append(path.read_text(errors="replace"))
         inodes = {line.split()[4] for text in maps for line in text.splitlines() if "/shm/" in line}
         new = set(SHARED_MEMORY.iterdir()) - before
-        left = set()
+        remaining = set()
         for path in new:
             with suppress(FileNotFoundError):  # of another's, gone since
                 if str(path.stat().st_ino) not in inodes:
-                    left.add(path)
-        return left
+                    remaining.add(path)
+        return remaining
 
     return find
 
 
 def _group(leader: int) -> list[int]:
     """Every process in the session that `leader` leads, and not a zombie."""
-    found = []
+    result = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
         if int(session) == leader and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            result.append(int(stat.parent.name))
+    return result
 
 
 def _name(pid: int) -> str:
@@ -116,11 +116,11 @@ async def _check_stream(server: ServerProcess) -> None:
     assert num_frames > 1
 
 
-async def test_a_real_server(model: Path, tmp_path: Path, litter: Callable[[], set[Path]]) -> None:
+async def test_real_server(model: Path, tmp_path: Path, litter: Callable[[], set[Path]]) -> None:
     settings = ServerSettings(device="cpu", max_total_tokens=5000, start_timeout_s=240)
-    said: list[str] = []
+    stated: list[str] = []
     async with sglang_servers(
-        model, settings, log_dir=tmp_path / "logs", on_progress=said.append
+        model, settings, log_dir=tmp_path / "logs", on_progress=stated.append
     ) as [server]:
         assert server.pid is not None
         async with httpx.AsyncClient(base_url=server.url, timeout=patient(120)) as client:
@@ -142,11 +142,11 @@ async def test_a_real_server(model: Path, tmp_path: Path, litter: Callable[[], s
         assert "crashed with exit code -9" in reason.partition("Its command")[0]
         assert not server.alive
         assert _group(server.pid) == []
-    assert "ready at" in said[-1]
+    assert "ready at" in stated[-1]
     assert not litter()
 
 
-async def test_a_real_server_that_cannot_start(
+async def test_real_server_that_cannot_start(
     model: Path, tmp_path: Path, litter: Callable[[], set[Path]]
 ) -> None:
     broken = tmp_path / "broken"
@@ -157,10 +157,10 @@ async def test_a_real_server_that_cannot_start(
     with pytest.raises(ServerStartError) as caught:
         async with sglang_servers(broken, settings, log_dir=tmp_path, on_progress=lambda _: None):
             raise AssertionError("it cannot start")
-    said, _, tail = str(caught.value).partition("The end of its log")
-    assert "SafetensorError: Error while deserializing header" in said
-    assert "out of memory" not in said
-    assert "--max-total-tokens 1000" in said
+    stated, _, tail = str(caught.value).partition("The end of its log")
+    assert "SafetensorError: Error while deserializing header" in stated
+    assert "out of memory" not in stated
+    assert "--max-total-tokens 1000" in stated
     assert "load_weights" in tail
     assert "Ignore import error" not in tail
     assert not litter()

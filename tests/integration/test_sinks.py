@@ -67,7 +67,7 @@ async def test_tensorboard_reads_it(tmp_path: Path) -> None:
 
         events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         tags = events.Tags()["scalars"]
-        return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags}
+        return {tag: [(first.step, first.value) for first in events.Scalars(tag)] for tag in tags}
 
     assert await anyio.to_thread.run_sync(read) == {
         "reward": [(1, 0.5), (2, 1.0)],
@@ -83,10 +83,10 @@ async def test_trackio_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def read() -> tuple[list[tuple[int, dict[str, float]]], str]:
         with sqlite3.connect(tmp_path / "agentloop-test.db") as db:
-            found = db.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+            result = db.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
             config = " ".join(map(str, db.execute("SELECT config FROM configs").fetchall()))
         db.close()
-        return [(step, json.loads(metrics)) for step, metrics in found], config
+        return [(step, json.loads(metrics)) for step, metrics in result], config
 
     metrics, config = await anyio.to_thread.run_sync(read)
     assert metrics == [

@@ -45,7 +45,7 @@ async def sampled(url: str, ids: list[int]) -> Turn:
     }
     async with httpx.AsyncClient(timeout=patient(60)) as client:
         answer = (await client.post(f"{url}/generate", json=body)).raise_for_status().json()
-    logprobs = [one[0] for one in answer["meta_info"]["output_token_logprobs"]]
+    logprobs = [single[0] for single in answer["meta_info"]["output_token_logprobs"]]
     return Turn(answer["output_ids"], logprobs)
 
 
@@ -61,7 +61,7 @@ def disturbed(folder: Path) -> Path:
     return folder
 
 
-async def test_a_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path) -> None:
+async def test_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path) -> None:
     """The loss is the reverse KL divergence, since all policy ratios are 1."""
     overrides = [
         f"model={disturbed(tmp_path / 'model')}",
@@ -87,7 +87,7 @@ async def test_a_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Pa
     assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
 
 
-async def test_a_teacher_agrees_with_itself(sglang_url: str) -> None:
+async def test_teacher_agrees_with_itself(sglang_url: str) -> None:
     """The model is its own teacher, so there is nothing to learn, over both turns."""
     prompt = TOKENIZER.encode("What is 37 times 48?", add_special_tokens=False).ids
     first = await sampled(sglang_url, prompt)
@@ -98,12 +98,12 @@ async def test_a_teacher_agrees_with_itself(sglang_url: str) -> None:
     async with open_teacher(credit, TOKENIZER) as teacher:
         assert teacher is not None
         for _ in range(2):  # the second time the server has it in its cache
-            found = await teacher(trajectory)
-            assert found == pytest.approx([*first.logprobs, *second.logprobs], abs=1e-3)
-    ((one,),) = assign([RewardedRollout(0.0, [trajectory], [found])], credit, Random(0))
-    assert one.mean_advantage == pytest.approx(0, abs=1e-3)
-    other = Turn(first.output_ids[::-1], [-1.0] * 24)  # tokens that it would not sample
+            result = await teacher(trajectory)
+            assert result == pytest.approx([*first.logprobs, *second.logprobs], abs=1e-3)
+    ((single,),) = assign([RewardedRollout(0.0, [trajectory], [result])], credit, Random(0))
+    assert single.mean_advantage == pytest.approx(0, abs=1e-3)
+    another = Turn(first.output_ids[::-1], [-1.0] * 24)  # tokens that it would not sample
     async with open_teacher(credit, TOKENIZER) as teacher:
         assert teacher is not None
-        found = await teacher(Trajectory("t", prompt, [other]))
-    assert sum(found) < sum(first.logprobs) - 10
+        result = await teacher(Trajectory("t", prompt, [another]))
+    assert sum(result) < sum(first.logprobs) - 10

@@ -92,18 +92,18 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
         f"reward.function={__name__}:coin",
     ]
     settings = load_settings(TrainSettings, [tmp_path / "my.toml"], overrides)
-    said = Said()
-    folder = await train(settings, cast(ProgressLine, said))
+    stated = Said()
+    folder = await train(settings, cast(ProgressLine, stated))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [one for one in metrics if "reward" in one]
-    assert [one["step"] for one in steps] == [1, 2]
-    for one in steps:
-        assert one["num_rollouts"] == 18
-        assert one["num_without_reward"] == 0
-        assert one["weights/num_failed"] == 0
-        assert one["learner/num_updates"] == one["step"]
+    steps = [first for first in metrics if "reward" in first]
+    assert [first["step"] for first in steps] == [1, 2]
+    for first in steps:
+        assert first["num_rollouts"] == 18
+        assert first["num_without_reward"] == 0
+        assert first["weights/num_failed"] == 0
+        assert first["learner/num_updates"] == first["step"]
         # The engine's log-probabilities are those of the weights that the learner has.
-        assert abs(one["learner/mismatch_kl"]) < 1e-3
+        assert abs(first["learner/mismatch_kl"]) < 1e-3
     files = sorted((folder / "trajectories").iterdir())
     rows = [line for file in files[len(files) // 2 :] for line in file.read_text().splitlines()]
     turns = [turn for row in map(json.loads, rows) for turn in row["trajectory"]["turns"]]
@@ -119,21 +119,21 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
     printed = capsys.readouterr()
     assert "step 2: loss" in printed.err
     assert "|learner - engine|: mean" in printed.out
-    watch, *others = said.lines
+    watch, *remaining = stated.lines
     assert watch.startswith("Watch it: http://127.0.0.1:")
-    assert len(others) == 5
-    assert others[-1].startswith("held out 0.")
+    assert len(remaining) == 5
+    assert remaining[-1].startswith("held out 0.")
     page.run(only="runs export")
     assert (tmp_path / "models/mine/model.safetensors").stat().st_size > 1_000_000
 
 
-async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
+async def test_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     """laptop.toml, cut short: a model that has learned nothing yet, but each part is there."""
     overrides = [*CUT_SHORT, f"run.folder={tmp_path}", "run.name=laptop"]
     settings = load_settings(TrainSettings, [RECIPE.with_name("laptop.toml")], overrides)
-    said = Said()
-    folder = await train(settings, cast(ProgressLine, said))
-    stages = [line for line in said.lines if line.startswith("Stage ")]
+    stated = Said()
+    folder = await train(settings, cast(ProgressLine, stated))
+    stages = [line for line in stated.lines if line.startswith("Stage ")]
     assert [line.split(",")[0] for line in stages] == [
         "Stage 1 of 3: short",
         "Stage 2 of 3: longer",
@@ -145,9 +145,9 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     steps = {json.loads(line)["step"] for line in lines}
     assert {0, 1, 2} <= steps
     # What `agentloop chat --run` takes.
-    asked = settings_of([], tmp_path / "latest")
-    assert asked.model is not None
-    assert Path(asked.model).parent.name == "weights"
-    config = json.loads((Path(asked.model) / "config.json").read_text())
+    requests = settings_of([], tmp_path / "latest")
+    assert requests.model is not None
+    assert Path(requests.model).parent.name == "weights"
+    config = json.loads((Path(requests.model) / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
-    assert asked.tools == ["python_code_with_standard_io"]
+    assert requests.tools == ["python_code_with_standard_io"]

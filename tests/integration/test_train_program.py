@@ -49,8 +49,8 @@ async def branches(task: agentloop.Task, agent: agentloop.Agent) -> agentloop.Tr
             )
 
         await ask()
-        said = {"role": "assistant", "content": "\\boxed{1}"}
-        await ask(said, {"role": "user", "content": "What is 2 plus 3?"})
+        stated = {"role": "assistant", "content": "\\boxed{1}"}
+        await ask(stated, {"role": "user", "content": "What is 2 plus 3?"})
     return agent.trajectories[-1]
 
 
@@ -81,7 +81,7 @@ async def test_programs_and_clients_are_trained_on(tmp_path: Path) -> None:
         assert await containers(docker, os.getpid()) == []
 
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    (step,) = [one for one in lines if "reward" in one]
+    (step,) = [first for first in lines if "reward" in first]
     files = sorted((folder / "trajectories").iterdir())
     groups = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     assert sorted(map(len, groups)) == [4, 8]  # conversations of the programs, and the branches
@@ -92,10 +92,10 @@ async def test_programs_and_clients_are_trained_on(tmp_path: Path) -> None:
     # The engine's log-probabilities, at the run's temperature, are those of the learner.
     assert abs(step["learner/mismatch_kl"]) < 1e-3
     records = [Trajectory.from_dict(row["trajectory"]) for row in rows]
-    assert step["num_sampled_tokens"] == sum(one.num_sampled_tokens for one in records)
-    for one in records:
-        assert len(one.ids) == len(one.mask) == len(one.logprobs) == len(one.versions)
-        ours = zip(one.versions, one.mask, strict=True)
+    assert step["num_sampled_tokens"] == sum(first.num_sampled_tokens for first in records)
+    for first in records:
+        assert len(first.ids) == len(first.mask) == len(first.logprobs) == len(first.versions)
+        ours = zip(first.versions, first.mask, strict=True)
         assert {version for version, is_sampled in ours if is_sampled} == {"0"}
     of_rollouts: dict[Any, set[float]] = {}
     for row in rows:

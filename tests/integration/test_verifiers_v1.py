@@ -118,7 +118,7 @@ async def played(*turns: Sequence[Step]) -> RolloutRecord:
     return record
 
 
-async def test_a_task_set_is_played_with_its_tools_and_scored() -> None:
+async def test_task_set_is_played_with_its_tools_and_scored() -> None:
     record = await played(says(call_text("add", {"a": 1, "b": 1000})), says("3 4 5"))
     assert record.reward is not None
     assert (record.reward.value, record.reward.parts) == (2.0, {"right": 2.0})
@@ -128,12 +128,12 @@ async def test_a_task_set_is_played_with_its_tools_and_scored() -> None:
     assert "1001" in CHAT.decode(conversation.ids)
 
 
-async def test_a_task_set_whose_scoring_fails_gives_no_reward() -> None:
+async def test_task_set_whose_scoring_fails_gives_no_reward() -> None:
     with pytest.raises(RequestError, match=r"verifiers: our-sums: .*KeyError: 'board'"):
         await played(says("break"))
 
 
-async def test_a_failure_below_a_task_set_is_not_its_own() -> None:
+async def test_failure_below_a_task_set_is_not_its_own() -> None:
     record = await played([ServerUnavailable("gone")] * 2)
     assert record.no_reward is NoReward.INFRASTRUCTURE
 
@@ -152,14 +152,14 @@ def test_tasks_of_a_set_without_end_are_the_first() -> None:
         ("our-sums", {"agnt": {}}, "verifiers cannot load 'our-sums': .*agnt"),
     ],
 )
-def test_a_task_set_that_cannot_be_played_is_named(
+def test_task_set_that_cannot_be_played_is_named(
     taskset: str, config: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(SettingsError, match=problem):
         open_tasks(TasksSettings(), load(settings(taskset, config=config)))
 
 
-def test_a_harness_that_runs_code_of_the_model_runs_in_docker() -> None:
+def test_harness_that_runs_code_of_the_model_runs_in_docker() -> None:
     quiet = verifiers_v1.config_of("our-sums", {})
     assert (quiet.agent.harness.id, quiet.agent.runtime.type) == ("null", "subprocess")
     risky = verifiers_v1.config_of("our-sums", {"agent": {"harness": {"id": "bash"}}})

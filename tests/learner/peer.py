@@ -29,7 +29,7 @@ def receive(
             torch.empty(shape, dtype=getattr(torch, dtype))
             for dtype, shape in zip(bucket["dtypes"], bucket["shapes"], strict=True)
         ]
-        flat = torch.empty(sum(one.nbytes for one in tensors), dtype=torch.uint8)
+        flat = torch.empty(sum(first.nbytes for first in tensors), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         group.broadcast([flat], options).wait()

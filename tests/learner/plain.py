@@ -56,7 +56,7 @@ class Plain:
         loss: Any = 0.0
         clipped, kl = 0, 0.0
         for group in set(groups):
-            members = [i for i, one in enumerate(groups) if one == group]
+            members = [i for i, first in enumerate(groups) if first == group]
             total: Any = 0.0
             for index in members:
                 new, _, place = scores(self.model, batch, index)

@@ -170,8 +170,8 @@ class Ranks:
     def answer(self) -> dict[str, Any]:
         line = self._lines.readline()
         assert line, f"the learner is gone:\n{self.log.read_text()[-3000:]}"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        result: dict[str, Any] = json.loads(line)
+        return result
 
     def tell(self, op: str, **fields: Any) -> None:
         request = {"op": op, **fields}

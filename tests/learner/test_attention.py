@@ -64,12 +64,12 @@ def emulated_backward(
         of_weights = grad_rows @ heads_first(value[columns], query).transpose(1, 2)
         inner = (grad[rows] * output[rows]).sum(-1).T[..., None]
         of_scores = weights * (of_weights - inner) * scale
-        found = (
+        result = (
             of_scores @ heads_first(key[columns], query),
             of_scores.transpose(1, 2) @ query[rows].transpose(0, 1),
             weights.transpose(1, 2) @ grad_rows,
         )
-        for total, part, where in zip(grads, found, (rows, columns, columns), strict=True):
+        for total, part, where in zip(grads, result, (rows, columns, columns), strict=True):
             copies = len(part) // total.shape[1]
             total[where] = part.unflatten(0, (-1, copies)).sum(1).transpose(0, 1)
     return tuple(grads)
@@ -78,10 +78,10 @@ def emulated_backward(
 def sequences(edges: Any, key_edges: Any, most: int, most_keys: int) -> list[tuple[slice, slice]]:
     assert edges.dtype == key_edges.dtype == torch.int32
     pairs = ([*itertools.pairwise(each.tolist())] for each in (edges, key_edges))
-    found = [(slice(*rows), slice(*columns)) for rows, columns in zip(*pairs, strict=True)]
-    for limit, spans in zip((most, most_keys), zip(*found, strict=True), strict=True):
+    result = [(slice(*rows), slice(*columns)) for rows, columns in zip(*pairs, strict=True)]
+    for limit, spans in zip((most, most_keys), zip(*result, strict=True), strict=True):
         assert all(span.stop - span.start <= limit for span in spans), "else nothing is written"
-    return found
+    return result
 
 
 def scores_of(query: Any, key: Any, causal: bool, scale: float | None) -> Any:
@@ -144,16 +144,16 @@ def test_both_forms_compute_the_same(segments: tuple[PackedSegment, ...]) -> Non
         return packed_attention(None, query, key, value, None, scaling=SIZE**-0.5, **given)[0]
 
     expected = output_and_gradients(partial(by_sample, segments=segments), inputs())
-    found = output_and_gradients(packed, inputs())
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        assert (one - other).abs().max().item() < 1e-5
+    result = output_and_gradients(packed, inputs())
+    for first, second in zip(result, expected, strict=True):
+        assert first.shape == second.shape
+        assert (first - second).abs().max().item() < 1e-5
 
 
 def test_torchs_own_kernel_takes_these_arguments() -> None:
     """On a device without memory, where shapes are computed and nothing else."""
     for segments in (APART, SHARED):
-        query, key, value = (one[0].transpose(0, 1) for one in inputs("meta", torch.bfloat16))
+        query, key, value = (first[0].transpose(0, 1) for first in inputs("meta", torch.bfloat16))
         given = {
             name: value.to("meta") if isinstance(value, torch.Tensor) else value
             for name, value in on_gpu(segments).items()
@@ -186,14 +186,14 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples() -> None:
         layer.compile(dynamic=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
-    others = (PackedSegment(0, 20, 20), PackedSegment(20, 23, 23))
+    remaining = (PackedSegment(0, 20, 20), PackedSegment(20, 23, 23))
     longer = (
         PackedSegment(0, 6, 11),
         PackedSegment(6, 9, 9),
         PackedSegment(9, 11, 11),
         PackedSegment(11, 30, 30),
     )
-    for segments in (APART, others, SHARED, longer, APART):
+    for segments in (APART, remaining, SHARED, longer, APART):
         num_tokens = segments[-1].end
         model.base_model(
             input_ids=torch.zeros((1, num_tokens), dtype=torch.int64),
@@ -205,12 +205,12 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples() -> None:
     assert not counters["graph_break"]
 
 
-def test_the_kernel_is_for_gpus_with_half_precision() -> None:
+def test_kernel_is_for_gpus_with_half_precision() -> None:
     assert not flash_runs_on(torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernel_of_a_gpu_computes_the_same() -> None:
+def test_kernel_of_a_gpu_computes_the_same() -> None:
     assert flash_runs_on(inputs("cuda", torch.bfloat16)[0])
 
     for segments in (APART, SHARED):
@@ -223,16 +223,16 @@ def test_the_kernel_of_a_gpu_computes_the_same() -> None:
             return by_sample(query.cpu(), key.cpu(), value.cpu(), given).cuda()
 
         expected = output_and_gradients(on_cpu, inputs("cuda"))
-        found = output_and_gradients(packed, inputs("cuda", torch.bfloat16))
-        for one, other in zip(found, expected, strict=True):
-            assert (one.float() - other).abs().max().item() < 0.02 * other.abs().max().item()
+        result = output_and_gradients(packed, inputs("cuda", torch.bfloat16))
+        for first, second in zip(result, expected, strict=True):
+            assert (first.float() - second).abs().max().item() < 0.02 * second.abs().max().item()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_same() -> None:
     """The benchmark's, here without the compiler; on a CPU it has no backward pass."""
-    query, key, value = (one.detach() for one in inputs())
+    query, key, value = (first.detach() for first in inputs())
     flex = flex_attention_over(LENGTHS, "cpu", compiled=False)
-    found, expected = flex(query, key, value), by_sample(query, key, value)
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max().item() < 1e-5
+    result, expected = flex(query, key, value), by_sample(query, key, value)
+    assert result.shape == expected.shape
+    assert (result - expected).abs().max().item() < 1e-5

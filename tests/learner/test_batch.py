@@ -23,7 +23,7 @@ LENGTHS = st.lists(st.integers(2, 100), min_size=1, max_size=40)
 WORLD_SIZES = st.integers(1, 8)
 
 
-def test_a_batch_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_batch_comes_back_from_its_file(tmp_path: Path) -> None:
     batch = make_batch(ref_logprobs=np.zeros(150, np.float32))
     batch.save(tmp_path / "batch.safetensors")
     back = Batch.load(tmp_path / "batch.safetensors")
@@ -67,13 +67,13 @@ def changed(name: str, at: int, value: float) -> Any:
         ({"old_logprobs": changed("logprobs", 1, np.nan)}, "old_logprobs: token 1"),
     ],
 )
-def test_an_invalid_batch_is_refused(arrays: dict[str, Any], message: str) -> None:
+def test_invalid_batch_is_refused(arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=re.escape(message)):
         make_batch(**arrays)
 
 
 @pytest.mark.parametrize(("name", "size"), [("BF16", 2), ("F8_E4M3", 1), ("F8_E5M2", 1)])
-def test_a_type_that_numpy_lacks_is_named(tmp_path: Path, name: str, size: int) -> None:
+def test_type_that_numpy_lacks_is_named(tmp_path: Path, name: str, size: int) -> None:
     header = {"logprobs": {"dtype": name, "shape": [8], "data_offsets": [0, 8 * size]}}
     text = json.dumps(header).encode()
     file = tmp_path / "batch"
@@ -86,7 +86,7 @@ def test_values_of_tokens_that_were_not_sampled_are_not_checked() -> None:
     make_batch(logprobs=changed("logprobs", 40, np.nan))
 
 
-def test_an_invalid_file_is_refused(tmp_path: Path) -> None:
+def test_invalid_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "batch.safetensors"
     with pytest.raises(BatchError, match=r"batch.safetensors: No such file"):
         Batch.load(file)
@@ -135,48 +135,50 @@ def small(how: Any) -> Batch:
         ("sequence", [0, 1 / 3, 0, 1 / 9, 1 / 9, 1 / 9, 0, 0, 1 / 6, 1 / 6]),
     ],
 )
-def test_the_weights_of_an_update(how: Any, weights: list[float]) -> None:
+def test_weights_of_an_update(how: Any, weights: list[float]) -> None:
     assert normalized_weights(small(how), [0, 1, 2]) == pytest.approx(weights)
 
 
-def test_the_weights_of_an_update_on_a_part_of_the_batch() -> None:
+def test_weights_of_an_update_on_a_part_of_the_batch() -> None:
     assert normalized_weights(small("group"), [2]) == pytest.approx([0] * 8 + [0.5, 0.5])
 
 
-def test_an_update_may_have_no_weight_at_all() -> None:
+def test_update_may_have_no_weight_at_all() -> None:
     batch = make_batch(weights=np.zeros(150, np.float32))
     assert not normalized_weights(batch, [0, 1]).any()
 
 
 @given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS)
-def test_the_weights_of_an_update_sum_to_one(seed: int, lengths: list[int]) -> None:
+def test_weights_of_an_update_sum_to_one(seed: int, lengths: list[int]) -> None:
     batch = make_batch(seed, tuple(lengths))
     assert normalized_weights(batch, range(len(lengths))).sum() == pytest.approx(1, abs=1e-4)
 
 
 @given(groups=st.lists(st.integers(0, 5), min_size=1), num_parts=st.integers(1, 4))
 def test_groups_stay_together_in_a_part(groups: list[int], num_parts: int) -> None:
-    found = parts(groups, num_parts)
-    assert sorted(i for part in found for i in part) == list(range(len(groups)))
-    assert all(found)
-    assert len(found) == min(num_parts, len(set(groups)))
-    kept = [{groups[i] for i in part} for part in found]
+    result = parts(groups, num_parts)
+    assert sorted(i for part in result for i in part) == list(range(len(groups)))
+    assert all(result)
+    assert len(result) == min(num_parts, len(set(groups)))
+    kept = [{groups[i] for i in part} for part in result]
     assert sum(map(len, kept)) == len(set(groups))
 
 
 @given(lengths=LENGTHS, slack=st.integers(0, 200), world_size=WORLD_SIZES)
-def test_a_plan(lengths: list[int], slack: int, world_size: int) -> None:
+def test_plan(lengths: list[int], slack: int, world_size: int) -> None:
     budget = max(lengths) + slack
     ranks = plan(lengths, budget, world_size)
     assert len(ranks) == world_size
     assert len({len(rank) for rank in ranks}) == 1
-    bins = [one for rank in ranks for one in rank]
-    assert sorted(i for one in bins for i in one) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in one) <= budget for one in bins)
+    bins = [first for rank in ranks for first in rank]
+    assert sorted(i for first in bins for i in first) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in first) <= budget for first in bins)
     if not all(bins):
-        assert all(len(one) <= 1 for one in bins), "padded although a micro-batch could be halved"
-    assert len([one for one in bins if not one]) < world_size
-    full = [one for one in bins if one]
+        assert all(len(first) <= 1 for first in bins), (
+            "padded although a micro-batch could be halved"
+        )
+    assert len([first for first in bins if not first]) < world_size
+    full = [first for first in bins if first]
     assert len(full) <= 2 * sum(lengths) // budget + world_size, "packed loosely"
 
 
@@ -191,9 +193,9 @@ def test_samples_that_must_not_be_packed_get_micro_batches_of_their_own(
 
 
 @given(lengths=LENGTHS, world_size=WORLD_SIZES)
-def test_the_load_of_ranks_is_balanced(lengths: list[int], world_size: int) -> None:
+def test_load_of_ranks_is_balanced(lengths: list[int], world_size: int) -> None:
     ranks = plan(lengths, 100, world_size)
-    loads = [sum(lengths[i] for one in rank for i in one) for rank in ranks]
+    loads = [sum(lengths[i] for first in rank for i in first) for rank in ranks]
     assert max(loads) - min(loads) <= 100
 
 
@@ -201,19 +203,19 @@ def test_the_load_of_ranks_is_balanced(lengths: list[int], world_size: int) -> N
 def test_samples_up_to_a_length(seed: int, lengths: list[int], limit: int) -> None:
     batch = make_batch(seed, tuple(lengths))
     kept = [i for i, length in enumerate(lengths) if length <= limit]
-    found = batch.up_to(limit)
-    if found is None:
+    result = batch.up_to(limit)
+    if result is None:
         assert not kept
         return
-    assert found.lengths.tolist() == [lengths[i] for i in kept]
-    np.testing.assert_array_equal(found.groups, batch.groups[kept])
+    assert result.lengths.tolist() == [lengths[i] for i in kept]
+    np.testing.assert_array_equal(result.groups, batch.groups[kept])
     spans = [slice(start, start + n) for start, n in zip(batch.starts, lengths, strict=True)]
     for name in ("ids", "mask", "logprobs", "advantages", "weights"):
         expected = np.concatenate([getattr(batch, name)[spans[i]] for i in kept])
-        np.testing.assert_array_equal(getattr(found, name), expected)
+        np.testing.assert_array_equal(getattr(result, name), expected)
 
 
-def test_a_sample_that_is_too_long_is_named() -> None:
+def test_sample_that_is_too_long_is_named() -> None:
     with pytest.raises(BatchError, match="sample 1 has 65 tokens: raise micro_batch_tokens"):
         plan([3, 65], 64, 2)
 
@@ -224,7 +226,7 @@ def test_micro_batches_hold_what_the_batch_holds(
 ) -> None:
     batch = make_batch(seed, tuple(lengths))
     weights = normalized_weights(batch, range(len(lengths)))
-    seen: list[int] = []
+    observed: list[int] = []
     for rank in plan(lengths, 128, world_size):
         for samples in rank:
             micro = make_micro_batch(batch, samples, weights)
@@ -233,11 +235,11 @@ def test_micro_batches_hold_what_the_batch_holds(
             if not samples:
                 assert micro.weights.sum() == 0
                 continue
-            seen.extend(micro.source.tolist())
+            observed.extend(micro.source.tolist())
             assert (micro.ids[micro.predictors + 1] == batch.ids[micro.source]).all()
             assert np.count_nonzero(micro.positions == 0) == len(samples)
             assert micro.sample.max() == len(samples) - 1
             np.testing.assert_array_equal(micro.advantages, batch.advantages[micro.source])
             np.testing.assert_array_equal(micro.engine, batch.logprobs[micro.source])
             np.testing.assert_array_equal(micro.weights, weights[micro.source])
-    assert sorted(seen) == np.flatnonzero(batch.mask).tolist()
+    assert sorted(observed) == np.flatnonzero(batch.mask).tolist()

@@ -84,7 +84,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[Ranks, Path])
     assert ranks.ask("publish", folder=folder / "again", version="2")["sha256"] == weights
 
 
-def test_a_step_without_a_finite_gradient_is_skipped(kind: tuple[Ranks, Path]) -> None:
+def test_step_without_a_finite_gradient_is_skipped(kind: tuple[Ranks, Path]) -> None:
     """The next step is as if the skipped one had not happened."""
     ranks, folder = from_the_beginning(kind)
     expected = ranks.ask("step", batch=folder / "one")
@@ -93,8 +93,8 @@ def test_a_step_without_a_finite_gradient_is_skipped(kind: tuple[Ranks, Path]) -
     make_batch(1, SIZES, advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(folder / "bad")
     skipped = ranks.ask("step", batch=folder / "bad")
     assert (skipped["ok"], skipped["skipped"], skipped["num_updates"]) == (True, 1, 0)
-    found = ranks.ask("step", batch=folder / "one")
-    assert (found["loss"], found["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+    result = ranks.ask("step", batch=folder / "one")
+    assert (result["loss"], result["grad_norm"]) == (expected["loss"], expected["grad_norm"])
     assert ranks.ask("publish", folder=folder / "same", version="1")["sha256"] == weights
 
 

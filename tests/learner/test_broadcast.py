@@ -121,34 +121,34 @@ def test_received_weights_equal_published_ones(learner: tuple[Ranks, Path]) -> N
         assert all(process.wait(patient(100)) == 0 for process in peers.processes)
         assert ranks.ask("leave")["ok"]
     assert layout["num_buckets"] > 2
-    assert sum(one["num_bytes"] for one in answers) == layout["num_bytes"]
+    assert sum(first["num_bytes"] for first in answers) == layout["num_bytes"]
     for out in peers.outs:
         received = load_file(out)
         assert received.keys() == expected.keys()
         assert all(torch.equal(received[name], expected[name]) for name in expected)
-    sums = {name: one for answer in answers for name, one in answer["sums"].items()}
+    sums = {name: first for answer in answers for name, first in answer["sums"].items()}
     parts = parts_of(expected)
     assert sums.keys() == parts.keys()
-    for name, one in sums.items():
+    for name, first in sums.items():
         data = b"".join(expected[part].numpy().tobytes() for part in parts[name])
-        assert one == [hashlib.sha256(data).hexdigest()[:16]]
+        assert first == [hashlib.sha256(data).hexdigest()[:16]]
 
 
-def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
+def test_peer_that_dies_breaks_the_group_and_not_the_learner(
     learner: tuple[Ranks, Path],
 ) -> None:
     ranks = learner[0]
     with group(learner, "dying", 2) as (peers, layout):
         peers.processes[1].kill()
         peers.processes[1].wait()
-        refused = next(one for one in send_all(ranks, layout) if not one["ok"])
+        refused = next(first for first in send_all(ranks, layout) if not first["ok"])
         assert (refused["fatal"], "dying broke" in refused["error"]) == (False, True)
         ranks.ask("leave")
         assert peers.processes[0].wait(patient(100)) != 0, "peers waiting for the rest are told"
     goes_on(learner, "after-a-death")
 
 
-def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path]) -> None:
+def test_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path]) -> None:
     ranks = learner[0]
     with group(learner, "freezing", 1, timeout_s=15) as (peers, layout):
         peers.processes[0].send_signal(signal.SIGSTOP)
@@ -158,7 +158,7 @@ def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path
     goes_on(learner, "after-a-freeze")
 
 
-def test_a_peer_that_does_not_come_is_not_waited_for(learner: tuple[Ranks, Path]) -> None:
+def test_peer_that_does_not_come_is_not_waited_for(learner: tuple[Ranks, Path]) -> None:
     ranks = learner[0]
     assert ranks.ask("open", address="127.0.0.1", num_updates=1)["ok"]
     refused = ranks.ask("join", name="alone", world_size=2, backend="gloo", within_s=1)
@@ -194,10 +194,10 @@ def test_requests_for_other_weights_and_invalid_requests_are_refused(
          "learner.collective_timeout_s"),
         ({"op": "layout", "out": "/nowhere/at/all"}, "no folder"),
     ]  # fmt: skip
-    for request, why in cases:
+    for request, reason in cases:
         answer = ranks.ask(**request)
         assert not answer["ok"]
-        assert why in answer["error"]
+        assert reason in answer["error"]
         assert answer["fatal"] is False
 
 
@@ -214,10 +214,10 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
     bound = 4 * 64
     played = cast(Policy, SimpleNamespace(model=model, conversions=as_in_memory(model)))
     buckets = split(trained_tensors(played, torch.float32), bound)
-    names = [one.name for bucket in buckets for one in bucket]
+    names = [first.name for bucket in buckets for first in bucket]
     assert names == [name for name, _ in model.named_parameters()]
     for bucket in buckets:
-        size = sum(one.num_bytes for one in bucket)
+        size = sum(first.num_bytes for first in bucket)
         assert size <= bound or len(bucket) == 1
 
 
@@ -237,8 +237,8 @@ def test_offsets_in_a_bucket_are_aligned(tmp_path: Path) -> None:
         world=SimpleNamespace(first=True, device=torch.device("cpu")),
     )
     made = Broadcaster(cast(Policy, played)).layout(tmp_path / "layout")
-    asked = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
-    assert made.model == {**asked, "dtype": "bfloat16"}
+    requests = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert made.model == {**requests, "dtype": "bfloat16"}
     assert (made.num_buckets, made.num_bytes) == (1, 32)
     assert (made.num_updates, made.backend) == (0, "gloo")
     (bucket,) = json.loads((tmp_path / "layout").read_text())

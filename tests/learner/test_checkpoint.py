@@ -33,7 +33,7 @@ def state_of(policy: Any) -> SavedState:
     return SavedState(TrainingState(step=3, version=2), Counters(3, 1, 2), _shape(policy))
 
 
-def test_the_state_of_a_checkpoint_survives_the_file() -> None:
+def test_state_of_a_checkpoint_survives_the_file() -> None:
     saved = state_of(policy(init="random", config={"num_hidden_layers": 2}))
     assert SavedState.from_json(saved.to_json()) == saved
     assert json.loads(saved.to_json())["state"] == {"step": 3, "version": 2}
@@ -42,7 +42,7 @@ def test_the_state_of_a_checkpoint_survives_the_file() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"state": {}}', '{"state": {"step": 1}, "num_updates": 1}']
 )
-def test_a_damaged_state_is_refused(tmp_path: Path, text: str) -> None:
+def test_damaged_state_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(RankError, match="not a checkpoint: "):
         read_state(policy(), tmp_path)
@@ -68,12 +68,12 @@ def test_adapters_of_another_model_are_refused(
         read_state(policy(**{"init": "random", **other}), tmp_path)
 
 
-def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -> None:
+def test_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(state_of(policy()).to_json())
     read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
 
 
-def test_the_copy_is_unaffected_by_changes_and_shares_storage_alike() -> None:
+def test_copy_is_unaffected_by_changes_and_shares_storage_alike() -> None:
     flat = torch.arange(6.0)
     state = {"flat": flat, "groups": [{"part": flat[2:6].view(2, 2).T, "size": flat.shape}, 3]}
     held = _copy_to_host(state, {})

@@ -28,13 +28,13 @@ BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
 
 @given(bits=BITS, stored=st.sampled_from(DTYPES), served=st.sampled_from(DTYPES))
 @settings(deadline=None, max_examples=300)
-def test_a_cast_is_torchs(bits: list[int], stored: str, served: str) -> None:
+def test_cast_is_torchs(bits: list[int], stored: str, served: str) -> None:
     """Holds for any finite number, including the smallest ones and those that overflow to
     infinity."""
     numbers = torch.from_numpy(np.array(bits, np.uint32).view(np.float32).copy())
     published = torch.nan_to_num(numbers).to(getattr(torch, stored))
-    there = published.to(getattr(torch, served))
-    expected = hashlib.sha256(there.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    far = published.to(getattr(torch, served))
+    expected = hashlib.sha256(far.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     layout = Layout("cpu", served, 1, 1)
     assert checksum("norm.weight", [_tensor(published)], layout, 0) == expected
 
@@ -79,7 +79,7 @@ def test_tensors_of_any_types_lie_side_by_side_in_a_bucket(
     for name, kind, shape in zip(*described.values(), strict=True):
         dtype = getattr(torch, kind)
         size = int(np.prod(shape)) * dtype.itemsize
-        found = sent[0][start : start + size].view(dtype).view(shape)
-        assert torch.equal(found, getattr(model, name).to(dtype))
+        result = sent[0][start : start + size].view(dtype).view(shape)
+        assert torch.equal(result, getattr(model, name).to(dtype))
         start += size
     assert start == len(sent[0])

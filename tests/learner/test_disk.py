@@ -51,9 +51,9 @@ def rank_of_two(rank: int, store: Path, said: Path) -> None:
 def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> None:
     """The disk takes longer than the timeout of a collective."""
     log, store = tmp_path / "log", tmp_path / "store"
-    said = [tmp_path / f"said-{rank}" for rank in (0, 1)]
+    stated = [tmp_path / f"said-{rank}" for rank in (0, 1)]
     ranks = [
-        Forked(rank_of_two, rank, store, said[rank], environment=os.environ, log=log)
+        Forked(rank_of_two, rank, store, stated[rank], environment=os.environ, log=log)
         for rank in (0, 1)
     ]
     try:
@@ -62,10 +62,10 @@ def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> No
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [file.read_text() for file in said] == ["folder: full"] * 2
+    assert [file.read_text() for file in stated] == ["folder: full"] * 2
 
 
-def test_a_full_disk_is_named_by_any_writer(tmp_path: Path) -> None:
+def test_full_disk_is_named_by_any_writer(tmp_path: Path) -> None:
     """torch's writer and safetensors' raise errors of their own. Here no file may grow beyond 10
     kB."""
     tensors, file = {"a": torch.zeros(1 << 16)}, tmp_path / "x"

@@ -10,11 +10,11 @@ from agentloop.learner.files import appear, fresh_partial
 
 
 def names(folder: Path) -> set[str]:
-    return {one.name for one in folder.iterdir()}
+    return {first.name for first in folder.iterdir()}
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_folder_appears_and_is_replaced(tmp_path: Path, durable: bool) -> None:
+def test_folder_appears_and_is_replaced(tmp_path: Path, durable: bool) -> None:
     folder = tmp_path / "deep" / "7"
     for text in ("first", "second"):
         partial = fresh_partial(folder)

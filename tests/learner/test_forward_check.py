@@ -41,16 +41,18 @@ def compared(folder: Path, family: str, dtype: str = "float32", **config: Any) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "glm4", "qwen3_moe"])
 def test_samples_are_packed_where_nothing_leaks(tmp_path: Path, family: str, dtype: str) -> None:
-    found = compared(tmp_path, family, dtype)
-    found.require_same(dtype)
-    assert found.why_not_packed(dtype) is None
+    result = compared(tmp_path, family, dtype)
+    result.require_same(dtype)
+    assert result.why_not_packed(dtype) is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "falcon_h1", "lfm2"])
 def test_samples_are_not_packed_where_a_state_would_leak(tmp_path: Path, family: str) -> None:
-    found = compared(tmp_path, family)
-    found.require_same("float32")
-    assert "packed, their log-probabilities would differ by" in str(found.why_not_packed("float32"))
+    result = compared(tmp_path, family)
+    result.require_same("float32")
+    assert "packed, their log-probabilities would differ by" in str(
+        result.why_not_packed("float32")
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,15 +60,15 @@ def test_samples_are_not_packed_where_a_state_would_leak(tmp_path: Path, family:
     ("family", "config"),
     [("cohere", {}), ("granite", {}), ("falcon_h1", {"lm_head_multiplier": 0.3})],
 )
-def test_a_model_that_scales_its_logits_is_refused(
+def test_model_that_scales_its_logits_is_refused(
     tmp_path: Path, family: str, config: dict[str, Any], dtype: str
 ) -> None:
-    found = compared(tmp_path, family, dtype, **config)
+    result = compared(tmp_path, family, dtype, **config)
     with pytest.raises(ModelError, match=r"ForCausalLM cannot be trained: .* of its own logits"):
-        found.require_same(dtype)
+        result.require_same(dtype)
 
 
-def test_a_model_whose_layers_pass_nothing_on_is_refused(tmp_path: Path) -> None:
+def test_model_whose_layers_pass_nothing_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"StableLmForCausalLM cannot be trained: .* fails"):
         compared(tmp_path, "stablelm")
 

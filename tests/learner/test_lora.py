@@ -74,23 +74,23 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
 def merged_by_hand(model: Any) -> dict[str, Any]:
     """Return W + alpha / rank * B A of each layer with adapters."""
     table = dict(model.named_parameters())
-    found = {}
+    result = {}
     for name, weight in table.items():
         if name.endswith(".base_layer.weight"):
             layer = name.removesuffix(".base_layer.weight")
-            a, b = (table[f"{layer}.lora_{one}.lora.weight"] for one in "AB")
-            found[f"{layer}.weight"] = weight + 8 / 4 * b @ a
+            a, b = (table[f"{layer}.lora_{single}.lora.weight"] for single in "AB")
+            result[f"{layer}.weight"] = weight + 8 / 4 * b @ a
         elif ".lora_" not in name:
-            found[name] = weight
-    return found
+            result[name] = weight
+    return result
 
 
 def test_before_any_step_it_is_the_model(both: tuple[Ranks, Path]) -> None:
     ranks, folder = both
-    found = published(ranks, folder / "before")
+    result = published(ranks, folder / "before")
     theirs = dict(plain.load(SETTINGS).named_parameters())
-    assert found.keys() == theirs.keys()
-    assert all(torch.equal(found[name], theirs[name]) for name in found)
+    assert result.keys() == theirs.keys()
+    assert all(torch.equal(result[name], theirs[name]) for name in result)
     num_parameters = sum(tensor.numel() for tensor in theirs.values())
     assert ranks.ready["num_parameters"] == num_parameters + ranks.ready["num_trained"]
     assert 0 < ranks.ready["num_trained"] < num_parameters / 10
@@ -106,16 +106,16 @@ def test_four_steps_are_those_of_plain_pytorch(both: tuple[Ranks, Path]) -> None
     batch = make_batch(old_logprobs=batch.logprobs)
     batch.save(folder / "batch")
     for _ in range(4):
-        expected, found = reference.step(batch), ranks.ask("step", batch=folder / "batch")
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-4)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    weights, now = published(ranks, folder / "four"), merged_by_hand(model)
-    assert weights.keys() == now.keys()
-    moved = {name: (now[name] - before[name]).abs().max().item() for name in now}
+        expected, result = reference.step(batch), ranks.ask("step", batch=folder / "batch")
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-4)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    weights, current = published(ranks, folder / "four"), merged_by_hand(model)
+    assert weights.keys() == current.keys()
+    moved = {name: (current[name] - before[name]).abs().max().item() for name in current}
     assert {name for name, by in moved.items() if by} == {
-        name for name in now if name.endswith("_proj.weight")
+        name for name in current if name.endswith("_proj.weight")
     }
-    differ = max((now[name] - weights[name]).abs().max().item() for name in now)
+    differ = max((current[name] - weights[name]).abs().max().item() for name in current)
     print(f"largest update {max(moved.values()):.2e}, difference {differ:.2e}")
     assert max(moved.values()) > 2e-3
     assert differ < 5e-6
@@ -127,15 +127,15 @@ def test_servers_and_learner_have_the_same_model(both: tuple[Ranks, Path]) -> No
     batch.save(folder / "batch")
     ranks.ask("step", batch=folder / "batch")
     assert ranks.ask("logprobs", batch=folder / "batch", out=folder / "out")["ok"]
-    found = load_arrays((folder / "out").read_bytes())["logprobs"]
+    result = load_arrays((folder / "out").read_bytes())["logprobs"]
     published(ranks, folder / "stepped")
     model = Qwen3ForCausalLM.from_pretrained(folder / "stepped", dtype=torch.float32)
-    expected = np.zeros_like(found)
+    expected = np.zeros_like(result)
     with torch.no_grad():
         for index in range(len(batch.lengths)):
             new, _, place = plain.scores(model, batch, index)
             expected[place] = new.numpy()
-    np.testing.assert_allclose(found, expected * batch.mask, atol=2e-4)
+    np.testing.assert_allclose(result, expected * batch.mask, atol=2e-4)
 
 
 def test_training_goes_on_bit_by_bit_from_adapters_alone(both: tuple[Ranks, Path]) -> None:

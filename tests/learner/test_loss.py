@@ -40,12 +40,12 @@ def logs(*ratios: float) -> Any:
 
 
 @pytest.mark.parametrize("case", VECTORS["clipped"])
-def test_the_clipped_objective_and_its_slope(case: dict[str, Any]) -> None:
+def test_clipped_objective_and_its_slope(case: dict[str, Any]) -> None:
     new = logs(case["ratio"]).requires_grad_()
     ratio = ratio_of(new, tensor(0.0))
-    found = clipped_objective(ratio, tensor(case["advantage"]), LOW, HIGH, case.get("dual"))
-    found.sum().backward()
-    assert found.item() == pytest.approx(case["objective"])
+    result = clipped_objective(ratio, tensor(case["advantage"]), LOW, HIGH, case.get("dual"))
+    result.sum().backward()
+    assert result.item() == pytest.approx(case["objective"])
     assert new.grad.item() == pytest.approx(case["slope"])
 
 
@@ -53,25 +53,25 @@ def test_the_clipped_objective_and_its_slope(case: dict[str, Any]) -> None:
 def test_cispo_clips_the_weight_and_keeps_the_slope(case: dict[str, Any]) -> None:
     new = tensor(case["new"]).requires_grad_()
     ratio = ratio_of(new, new.detach() - math.log(case["ratio"]))
-    found = cispo_objective(new, ratio, tensor(case["advantage"]), LOW, HIGH)
-    found.sum().backward()
-    assert found.item() == pytest.approx(case["objective"])
+    result = cispo_objective(new, ratio, tensor(case["advantage"]), LOW, HIGH)
+    result.sum().backward()
+    assert result.item() == pytest.approx(case["objective"])
     assert new.grad.item() == pytest.approx(case["slope"])
 
 
 @pytest.mark.parametrize("case", VECTORS["gspo"])
 def test_gspo_has_one_ratio_for_a_sequence(case: dict[str, Any]) -> None:
     new = logs(*case["ratios"]) - 3
-    found = gspo_ratio(new, torch.full_like(new, -3), torch.tensor(case["sample"]))
-    assert found.tolist() == pytest.approx(case["sequence_ratio"])
+    result = gspo_ratio(new, torch.full_like(new, -3), torch.tensor(case["sample"]))
+    assert result.tolist() == pytest.approx(case["sequence_ratio"])
 
 
 @pytest.mark.parametrize("case", VECTORS["importance_weight"])
 def test_importance_weights_are_truncated(case: dict[str, Any]) -> None:
     old = (logs(case["ratio"]) - 1).requires_grad_()
-    found = importance_weight(old, tensor(-1.0), case["cap"])
-    assert found.item() == pytest.approx(case["weight"])
-    assert not found.requires_grad
+    result = importance_weight(old, tensor(-1.0), case["cap"])
+    assert result.item() == pytest.approx(case["weight"])
+    assert not result.requires_grad
 
 
 @pytest.mark.parametrize("case", VECTORS["k3"])
@@ -81,23 +81,23 @@ def test_k3(case: dict[str, Any]) -> None:
 
 
 def test_k3_is_unbiased() -> None:
-    new, other = tensor(0.5, 0.3, 0.2), tensor(0.2, 0.3, 0.5)
-    kl = (new * (new / other).log()).sum()
-    assert (new * k3(new.log(), other.log())).sum().item() == pytest.approx(kl.item())
+    new, second = tensor(0.5, 0.3, 0.2), tensor(0.2, 0.3, 0.5)
+    kl = (new * (new / second).log()).sum()
+    assert (new * k3(new.log(), second.log())).sum().item() == pytest.approx(kl.item())
 
 
-def test_the_gradient_of_k3_is_that_of_the_reverse_direction() -> None:
+def test_gradient_of_k3_is_that_of_the_reverse_direction() -> None:
     """On samples of the policy, whose probabilities have no gradient in the loss."""
-    logits, other = tensor(0.4, -1.0, 0.3).requires_grad_(), tensor(0.2, 0.3, 0.5)
+    logits, second = tensor(0.4, -1.0, 0.3).requires_grad_(), tensor(0.2, 0.3, 0.5)
     new = logits.log_softmax(0)
-    (slope,) = torch.autograd.grad((new.exp().detach() * k3(new, other.log())).sum(), logits)
+    (slope,) = torch.autograd.grad((new.exp().detach() * k3(new, second.log())).sum(), logits)
     new = logits.log_softmax(0)
-    (expected,) = torch.autograd.grad((other * (other.log() - new)).sum(), logits)
+    (expected,) = torch.autograd.grad((second * (second.log() - new)).sum(), logits)
     assert slope.tolist() == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("case", VECTORS["supervised"])
-def test_the_supervised_loss_and_its_slope(case: dict[str, Any]) -> None:
+def test_supervised_loss_and_its_slope(case: dict[str, Any]) -> None:
     new = tensor(*case["new"]).requires_grad_()
     loss = supervised_loss(new, tensor(*case["weight"]))
     loss.backward()
@@ -106,7 +106,7 @@ def test_the_supervised_loss_and_its_slope(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", VECTORS["policy_loss"], ids=lambda case: case["about"][:40])
-def test_the_loss_of_a_micro_batch(case: dict[str, Any]) -> None:
+def test_loss_of_a_micro_batch(case: dict[str, Any]) -> None:
     new = torch.full((len(case["ratio"]),), -2.0, dtype=torch.float64)
     old = new - logs(*case["ratio"])
     reference = case.get("reference_ratio")
@@ -122,11 +122,11 @@ def test_the_loss_of_a_micro_batch(case: dict[str, Any]) -> None:
     )
     loss, sums = policy_loss(batch, LossSettings(**case["settings"]))
     assert loss.item() == pytest.approx(case["loss"])
-    found = {name: value.item() for name, value in sums.items()}
-    assert {name: found[name] for name in case["sums"]} == pytest.approx(case["sums"])
+    result = {name: value.item() for name, value in sums.items()}
+    assert {name: result[name] for name in case["sums"]} == pytest.approx(case["sums"])
 
 
-def test_the_mismatch_is_between_engine_and_policy() -> None:
+def test_mismatch_is_between_engine_and_policy() -> None:
     zeros = tensor(0.0)
     batch = LossInput(
         new=logs(0.5), old=zeros, engine=zeros, advantage=zeros, weight=zeros,

@@ -47,15 +47,15 @@ def test_four_steps_are_those_of_plain_pytorch(both: tuple[Ranks, Path]) -> None
     for step in range(4):
         if step == 2:
             assert ranks.ask("save", folder=folder / "two")["ok"]
-        expected, found = reference.step(batch), ranks.ask("step", batch=folder / "batch")
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        expected, result = reference.step(batch), ranks.ask("step", batch=folder / "batch")
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     first = ranks.ask("publish", folder=folder / "four", version="4")["sha256"]
     weights: dict[str, Any] = {}
     for shard in (folder / "four").glob("*.safetensors"):
         weights |= load_file(shard)
-    now = dict(reference.model.named_parameters())
-    moved = max((now[name] - before[name]).abs().max().item() for name in now)
-    differ = max((now[name] - weights[name]).abs().max().item() for name in now)
+    current = dict(reference.model.named_parameters())
+    moved = max((current[name] - before[name]).abs().max().item() for name in current)
+    differ = max((current[name] - weights[name]).abs().max().item() for name in current)
     print(f"largest update {moved:.2e}, difference {differ:.2e}")
     assert moved > 2e-3
     assert differ < 1e-5

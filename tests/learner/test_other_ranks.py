@@ -45,10 +45,10 @@ def write(folder: Path, stage: int, num_ranks: int, **values: Any) -> dict[str, 
 
 
 def step(ranks: Ranks, folder: Path, out: Path) -> dict[str, Any]:
-    found = ranks.ask("step", batch=folder / "batch", lr=1e-3)
+    result = ranks.ask("step", batch=folder / "batch", lr=1e-3)
     assert ranks.ask("publish", folder=out, version="3")["ok"]
     weights = [load_file(shard) for shard in sorted(out.glob("*.safetensors"))]
-    return {**found, "weights": {name: one for part in weights for name, one in part.items()}}
+    return {**result, "weights": {name: first for part in weights for name, first in part.items()}}
 
 
 def differ(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -90,12 +90,12 @@ def test_training_resumes_with_other_ranks_as_with_the_same(
     loaded = reader.ask("load", folder=folder / "2")
     assert loaded["ok"], loaded
     assert (loaded["num_updates"], loaded["state"]["step"]) == (2, 2)
-    found = step(reader, folder, tmp_path / "found")
-    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    result = step(reader, folder, tmp_path / "found")
+    assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     start = load_file(SMALL / "model.safetensors")
     assert differ(expected["weights"], start) > 1e-3
-    assert differ(found["weights"], expected["weights"]) < 5e-6
+    assert differ(result["weights"], expected["weights"]) < 5e-6
     assert list(folder.glob(".*")) == [], "the converted checkpoint is removed"
     refused = reader.ask("load", folder=folder / "0")
     assert "before the first step; start a new run instead" in refused["error"]
@@ -106,9 +106,9 @@ def test_adapters_in_bfloat16_too(tmp_path: Path) -> None:
     with started(tmp_path / "one", changed(zero_stage=2, **BFLOAT16_LORA), 1) as ranks:
         loaded = ranks.ask("load", folder=tmp_path / "2")
         assert loaded["ok"], loaded
-        found = step(ranks, tmp_path, tmp_path / "found")
-        assert found["loss"] == pytest.approx(expected["loss"], abs=2e-3)
-        assert differ(found["weights"], expected["weights"]) < 2e-3
+        result = step(ranks, tmp_path, tmp_path / "found")
+        assert result["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert differ(result["weights"], expected["weights"]) < 2e-3
         # A checkpoint that cannot be converted is refused and changes nothing.
         (tmp_path / "2" / "zero" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
         refused = ranks.ask("load", folder=tmp_path / "2")
@@ -127,7 +127,7 @@ def test_bfloat16_under_zero_1_uses_another_optimizer_of_deepspeed(
     with started(tmp_path / "others", settings, reader_[1]) as ranks:
         loaded = ranks.ask("load", folder=tmp_path / "2")
         assert loaded["ok"], loaded
-        found = step(ranks, tmp_path, tmp_path / "found")
-        assert found["loss"] == pytest.approx(expected["loss"], abs=2e-3)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-3)
-        assert differ(found["weights"], expected["weights"]) < 4e-3
+        result = step(ranks, tmp_path, tmp_path / "found")
+        assert result["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-3)
+        assert differ(result["weights"], expected["weights"]) < 4e-3

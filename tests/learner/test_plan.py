@@ -53,12 +53,12 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
             **arguments(segments, torch.device("cpu")),
         )
     storages = {at: tensor.untyped_storage() for at, tensor in saved.items()}
-    return sum(one.nbytes() for at, one in storages.items() if at not in parameters)
+    return sum(first.nbytes() for at, first in storages.items() if at not in parameters)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_estimate_matches_what_autograd_saves(dtype: Any, checkpointing: bool) -> None:
+def test_estimate_matches_what_autograd_saves(dtype: Any, checkpointing: bool) -> None:
     from transformers import Qwen3Config
 
     config = Qwen3Config(
@@ -88,8 +88,10 @@ def test_the_estimate_matches_what_autograd_saves(dtype: Any, checkpointing: boo
     )
     computed = learner_memory(shape, settings, RanksSettings(), on_gpus=False).activations
     if checkpointing:  # the recomputed layer is only saved in the backward pass
-        whole = settings.model_copy(update={"activation_checkpointing": False})
-        computed -= learner_memory(shape, whole, RanksSettings(), on_gpus=False).activations // 12
+        complete = settings.model_copy(update={"activation_checkpointing": False})
+        computed -= (
+            learner_memory(shape, complete, RanksSettings(), on_gpus=False).activations // 12
+        )
     # The estimate leaves out norms and positions before and after the layers.
     share = 0.25 if checkpointing else 0.06
     assert computed == pytest.approx(saved_bytes(config, dtype, checkpointing), rel=share)

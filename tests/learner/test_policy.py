@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.real, pytest.mark.gate]
 
 
 @pytest.mark.parametrize("reference", [-1.0, math.nan])
-def test_a_loss_that_is_not_finite_has_no_finite_gradient(reference: float) -> None:
+def test_loss_that_is_not_finite_has_no_finite_gradient(reference: float) -> None:
     logprobs = torch.tensor([-0.1, -0.2], requires_grad=True)
     far_away = np.array([-3.0, -4.0], dtype=np.float32)  # both ratios are clipped
     micro = SimpleNamespace(

@@ -109,41 +109,41 @@ def test_four_steps_are_those_of_plain_pytorch(
     before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
     batch.save(folder / "batch")
     for _ in range(4):
-        expected, found = plain.step(batch), ranks.ask("step", batch=folder / "batch")
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-4)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-        assert found["clipped"] == pytest.approx(expected["clipped"], abs=0.02)
-        assert 0.1 < found["clipped"] < 1, "the batch does not exercise the clip"
+        expected, result = plain.step(batch), ranks.ask("step", batch=folder / "batch")
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-4)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert result["clipped"] == pytest.approx(expected["clipped"], abs=0.02)
+        assert 0.1 < result["clipped"] < 1, "the batch does not exercise the clip"
     weights = published(ranks, folder / "four")
     assert weights.keys() == before.keys(), "without the tied head"
-    now = dict(plain.model.named_parameters())
-    moved = max((now[name] - before[name]).abs().max().item() for name in now)
-    differ = max((now[name] - weights[name]).abs().max().item() for name in now)
+    current = dict(plain.model.named_parameters())
+    moved = max((current[name] - before[name]).abs().max().item() for name in current)
+    differ = max((current[name] - weights[name]).abs().max().item() for name in current)
     print(f"zero{stage}: largest update {moved:.2e}, difference {differ:.2e}")
     assert moved > 2e-3
     assert differ < 5e-6
 
 
-def test_the_advantage_of_each_token_counts(kind: tuple[int, Ranks, Path]) -> None:
+def test_advantage_of_each_token_counts(kind: tuple[int, Ranks, Path]) -> None:
     """Loss and gradient are those of plain PyTorch, and change with the advantage of any token."""
     ranks, folder = from_the_beginning(kind), kind[2]
     batch, rng = policy_batch(make_batch()), np.random.default_rng(1)
     advantages = rng.normal(size=len(batch.ids)).astype(np.float32) * batch.mask
     batch = replace(batch, advantages=advantages)
-    one = advantages.copy()
-    one[np.flatnonzero(batch.mask)[7]] += 3
-    found, expected = [], []
-    for number, other in enumerate((batch, replace(batch, advantages=one))):
-        other.save(folder / f"tokens-{number}")
+    single = advantages.copy()
+    single[np.flatnonzero(batch.mask)[7]] += 3
+    result, expected = [], []
+    for number, another in enumerate((batch, replace(batch, advantages=single))):
+        another.save(folder / f"tokens-{number}")
         from_the_beginning(kind)
-        found.append(ranks.ask("step", batch=folder / f"tokens-{number}"))
-        expected.append(Plain(SETTINGS).step(other))
-        assert found[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=1e-4)
-        assert found[-1]["grad_norm"] == pytest.approx(expected[-1]["grad_norm"], rel=1e-3)
+        result.append(ranks.ask("step", batch=folder / f"tokens-{number}"))
+        expected.append(Plain(SETTINGS).step(another))
+        assert result[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=1e-4)
+        assert result[-1]["grad_norm"] == pytest.approx(expected[-1]["grad_norm"], rel=1e-3)
     assert abs(expected[0]["loss"] - expected[1]["loss"]) > 2e-3
 
 
-def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> None:
+def test_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
     plain, batch = Plain(SETTINGS), policy_batch(make_batch())
     batch.save(folder / "batch")
@@ -154,27 +154,27 @@ def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> Non
             plain.step(batch)
             ranks.ask("step", batch=folder / "batch")
     weights = published(ranks, folder / "anew")
-    now = dict(plain.model.named_parameters())
+    current = dict(plain.model.named_parameters())
     # Adam's first step after a reset is as large for a gradient that is nearly 0, where two ranks'
     # sums differ from one's in the last bits; an optimizer that remembers is off by far more.
-    assert max((now[name] - weights[name]).abs().max().item() for name in now) < 2e-5
+    assert max((current[name] - weights[name]).abs().max().item() for name in current) < 2e-5
 
 
 def test_log_probabilities_and_entropies_are_the_models(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder, batch = from_the_beginning(kind), kind[2], make_batch(3)
     batch.save(folder / "batch")
     assert ranks.ask("logprobs", batch=folder / "batch", out=folder / "out")["ok"]
-    found = load_arrays((folder / "out").read_bytes())
+    result = load_arrays((folder / "out").read_bytes())
     model = load(SETTINGS)
     expected = {name: np.zeros(len(batch.ids), np.float32) for name in ("logprobs", "entropies")}
     with torch.no_grad():
         for index in range(len(batch.lengths)):
             logprobs, entropies, place = scores(model, batch, index)
             expected["logprobs"][place], expected["entropies"][place] = logprobs, entropies
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     assert expected["entropies"].max() > 0.1
     for name, wanted in expected.items():
-        np.testing.assert_allclose(found[name], wanted * batch.mask, atol=2e-4)
+        np.testing.assert_allclose(result[name], wanted * batch.mask, atol=2e-4)
 
 
 @pytest.mark.gate
@@ -196,53 +196,53 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[int, Ranks, P
     assert kept["state"] == state
 
 
-def test_a_step_without_a_finite_gradient_is_skipped(kind: tuple[int, Ranks, Path]) -> None:
+def test_step_without_a_finite_gradient_is_skipped(kind: tuple[int, Ranks, Path]) -> None:
     """Only one sample is bad, so with two ranks one of them sees nothing of it."""
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(folder / "bad")
     make_batch().save(folder / "good")
     before = ranks.ask("publish", folder=folder / "before", version="1")["sha256"]
     for num_skipped in (1, 2):
-        found = ranks.ask("step", batch=folder / "bad")
-        assert (found["ok"], found["skipped"], found["grad_norm"]) == (True, 1, None)
-        assert (found["num_updates"], found["num_skipped"]) == (0, num_skipped)
+        result = ranks.ask("step", batch=folder / "bad")
+        assert (result["ok"], result["skipped"], result["grad_norm"]) == (True, 1, None)
+        assert (result["num_updates"], result["num_skipped"]) == (0, num_skipped)
     assert ranks.ask("publish", folder=folder / "after", version="1")["sha256"] == before
-    found = ranks.ask("step", batch=folder / "good")
-    assert (found["skipped"], found["num_updates"]) == (0, 1)
+    result = ranks.ask("step", batch=folder / "good")
+    assert (result["skipped"], result["num_updates"]) == (0, 1)
     assert ranks.ask("publish", folder=folder / "moved", version="1")["sha256"] != before
     assert ranks.ask("step", batch=folder / "bad")["ok"], "a good step ends the row of bad ones"
 
 
-def test_a_sample_that_is_too_long_is_left_out_and_counted(kind: tuple[int, Ranks, Path]) -> None:
+def test_sample_that_is_too_long_is_left_out_and_counted(kind: tuple[int, Ranks, Path]) -> None:
     """The step equals that of the other samples, also if one of them is from the same group."""
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(sizes=(40, 60, 33)).save(folder / "long")
-    whole = make_batch(sizes=(40, 60, 33))
+    complete = make_batch(sizes=(40, 60, 33))
     kept = np.r_[0:40, 100:133]
     names = ("ids", "mask", "logprobs", "advantages", "weights")
-    per_token = {name: getattr(whole, name)[kept] for name in names}
-    per_sample = {"lengths": np.asarray([40, 33], np.int32), "groups": whole.groups[[0, 2]]}
-    replace(whole, **per_token, **per_sample).save(folder / "others")
-    found = ranks.ask("step", batch=folder / "long")
-    assert (found["num_too_long"], found["num_samples"], found["num_updates"]) == (1, 2, 1)
+    per_token = {name: getattr(complete, name)[kept] for name in names}
+    per_sample = {"lengths": np.asarray([40, 33], np.int32), "groups": complete.groups[[0, 2]]}
+    replace(complete, **per_token, **per_sample).save(folder / "others")
+    result = ranks.ask("step", batch=folder / "long")
+    assert (result["num_too_long"], result["num_samples"], result["num_updates"]) == (1, 2, 1)
     weights = ranks.ask("publish", folder=folder / "without", version="1")["sha256"]
     from_the_beginning(kind)
     expected = ranks.ask("step", batch=folder / "others")
-    assert (expected["num_too_long"], expected["loss"]) == (0, found["loss"])
+    assert (expected["num_too_long"], expected["loss"]) == (0, result["loss"])
     assert ranks.ask("publish", folder=folder / "expected", version="1")["sha256"] == weights
     make_batch(sizes=(60, 58)).save(folder / "all")
-    found = ranks.ask("step", batch=folder / "all")
-    assert (found["num_too_long"], found["num_samples"], found["loss"]) == (2, 0, None)
+    result = ranks.ask("step", batch=folder / "all")
+    assert (result["num_too_long"], result["num_samples"], result["loss"]) == (2, 0, None)
     assert ranks.ask("publish", folder=folder / "nothing", version="1")["sha256"] == weights
 
 
-def test_a_batch_may_have_fewer_samples_than_there_are_ranks(kind: tuple[int, Ranks, Path]) -> None:
+def test_batch_may_have_fewer_samples_than_there_are_ranks(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(sizes=(30,)).save(folder / "lonely")
-    found = ranks.ask("step", batch=folder / "lonely")
-    assert found["ok"]
-    assert found["ratio"] == pytest.approx(1)
-    assert np.isfinite(found["grad_norm"])
+    result = ranks.ask("step", batch=folder / "lonely")
+    assert result["ok"]
+    assert result["ratio"] == pytest.approx(1)
+    assert np.isfinite(result["grad_norm"])
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +260,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]
 def test_published_weights_are_a_model_folder(two: tuple[Ranks, Path]) -> None:
     """Before any step, the published weights are those that training started from."""
     ranks, folder = two
-    found = ranks.ask("publish", folder=folder / "7", version="7")
-    assert found["version"] == verify(folder / "7") == "7"
-    assert list(found["sha256"]) == ["model.safetensors"]
+    result = ranks.ask("publish", folder=folder / "7", version="7")
+    assert result["version"] == verify(folder / "7") == "7"
+    assert list(result["sha256"]) == ["model.safetensors"]
     ours, theirs = (
         load_file(folder / "7" / "model.safetensors"),
         load_file(SMALL / "model.safetensors"),
@@ -275,10 +275,10 @@ def test_published_weights_are_a_model_folder(two: tuple[Ranks, Path]) -> None:
     assert not (folder / "7" / "README.md").exists(), "the model card describes other weights"
     model = Qwen3ForCausalLM.from_pretrained(folder / "7", dtype="auto")
     assert torch.equal(model.lm_head.weight, ours["model.embed_tokens.weight"])
-    assert [one.name for one in folder.glob(".*")] == [], "nothing half written is left"
+    assert [single.name for single in folder.glob(".*")] == [], "nothing half written is left"
 
 
-def test_a_file_that_changed_is_noticed(two: tuple[Ranks, Path]) -> None:
+def test_file_that_changed_is_noticed(two: tuple[Ranks, Path]) -> None:
     ranks, folder = two
     ranks.ask("publish", folder=folder / "broken", version="8")
     with (folder / "broken" / "model.safetensors").open("r+b") as file:
@@ -318,10 +318,10 @@ def test_old_checkpoints_are_removed(two: tuple[Ranks, Path]) -> None:
     (folder / "kept" / "mine").mkdir(parents=True)
     for name in ("a", "b", "c", "c"):
         assert ranks.ask("save", folder=folder / "kept" / name)["ok"]
-    assert {one.name for one in (folder / "kept").iterdir()} == {"mine", "b", "c"}
+    assert {single.name for single in (folder / "kept").iterdir()} == {"mine", "b", "c"}
 
 
-def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]) -> None:
+def test_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]) -> None:
     ranks, folder = two
     make_batch(sizes=(30, 65)).save(folder / "long")
     make_batch(ids=np.full(150, 512, np.int32)).save(folder / "foreign")
@@ -351,7 +351,7 @@ def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]
     assert ranks.ask("step", batch=folder / "batch")["ok"]
 
 
-def test_a_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
+def test_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
     """Either rank's disk may be full; here a file grows beyond the system's limit."""
     ranks, folder = two
     make_batch().save(folder / "batch")
@@ -377,20 +377,20 @@ def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:
         assert [process.wait(patient(100)) for process in ranks.processes] == [0, 0]
 
 
-def test_a_loss_against_the_engine_and_the_initial_weights(tmp_path: Path) -> None:
+def test_loss_against_the_engine_and_the_initial_weights(tmp_path: Path) -> None:
     make_batch().save(tmp_path / "without")
     make_batch(ref_logprobs=make_batch().logprobs).save(tmp_path / "batch")
     loss = LossSettings(old_logprobs_from="engine", kl_coef=0.1)
     with started(tmp_path, SETTINGS.model_copy(update={"loss": loss}), 2) as ranks:
         assert ranks.ready["num_ranks"] == 2
-        found = ranks.ask("step", batch=tmp_path / "without")
-        assert found["kl"] == pytest.approx(0, abs=1e-6), "to its own initial weights"
-        found = ranks.ask("step", batch=tmp_path / "batch")
-        assert (found["tis"], found["num_updates"]) == (1, 2), (
+        result = ranks.ask("step", batch=tmp_path / "without")
+        assert result["kl"] == pytest.approx(0, abs=1e-6), "to its own initial weights"
+        result = ranks.ask("step", batch=tmp_path / "batch")
+        assert (result["tis"], result["num_updates"]) == (1, 2), (
             "the ratio to the engine leaves no importance weight"
         )
-        assert found["ratio"] != pytest.approx(1, abs=0.01)
-        assert found["kl"] > 0
+        assert result["ratio"] != pytest.approx(1, abs=0.01)
+        assert result["kl"] > 0
         assert ranks.ask("close") == {"ok": True}
         assert [process.wait(patient(100)) for process in ranks.processes] == [0, 0]
 
@@ -438,7 +438,7 @@ def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
         answer = ranks.ask("step", batch=tmp_path / "half", **rescue)
         assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, True)
         assert "nothing is saved, because 1 of the batch's updates were applied" in answer["error"]
-        assert [one.name for one in (tmp_path / "saved").iterdir()] == ["0"]
+        assert [single.name for single in (tmp_path / "saved").iterdir()] == ["0"]
     with started(tmp_path / "second", settings, 1) as ranks:
         assert ranks.ask("load", folder=tmp_path / "saved" / "0")["state"]["step"] == 0
         assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 4
@@ -446,7 +446,7 @@ def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.Signals) -> None:
+def test_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.Signals) -> None:
     """The others notice even while there are no requests."""
     # The timeout also has to cover the time between the ranks' starts.
     settings = SETTINGS.model_copy(update={"collective_timeout_s": 20})
@@ -457,7 +457,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.S
         assert ranks.processes[0].wait(patient(100)) != 0
 
 
-def test_a_rank_dies_with_its_supervisor() -> None:
+def test_rank_dies_with_its_supervisor() -> None:
     child = "import time, learner.__main__ as m; m._die_with_parent(); print(1); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     with subprocess.Popen(

@@ -63,7 +63,7 @@ def plain(settings: LearnerSettings) -> Plain:
     return Plain(settings, model)
 
 
-def test_the_reference_is_the_initial_model(kind: tuple[LearnerSettings, Ranks, Path]) -> None:
+def test_reference_is_the_initial_model(kind: tuple[LearnerSettings, Ranks, Path]) -> None:
     settings, ranks, folder = kind
     assert ranks.ask("load", folder=folder / "begin" / "0")["num_updates"] == 0
     batch = make_batch()
@@ -71,18 +71,18 @@ def test_the_reference_is_the_initial_model(kind: tuple[LearnerSettings, Ranks, 
     batch.save(folder / "batch")
     expected = plain(settings)
     for step in range(3):
-        wanted, found = expected.step(batch), ranks.ask("step", batch=folder / "batch")
-        assert found["kl"] == pytest.approx(wanted["kl"], rel=2e-2, abs=1e-6)
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-3, abs=2e-4)
-        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
+        wanted, result = expected.step(batch), ranks.ask("step", batch=folder / "batch")
+        assert result["kl"] == pytest.approx(wanted["kl"], rel=2e-2, abs=1e-6)
+        assert result["loss"] == pytest.approx(wanted["loss"], rel=1e-3, abs=2e-4)
+        assert result["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
         if step == 0:
-            assert found["kl"] == pytest.approx(0, abs=1e-6)
+            assert result["kl"] == pytest.approx(0, abs=1e-6)
         else:
-            assert found["kl"] > 1e-4, "the steps are too small to tell"
-        assert found["ref_logprobs_s"] > 0
+            assert result["kl"] > 1e-4, "the steps are too small to tell"
+        assert result["ref_logprobs_s"] > 0
 
 
-def test_a_checkpoint_does_not_move_the_reference(
+def test_checkpoint_does_not_move_the_reference(
     kind: tuple[LearnerSettings, Ranks, Path],
 ) -> None:
     _, ranks, folder = kind

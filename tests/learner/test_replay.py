@@ -104,7 +104,7 @@ async def live(queue: GroupQueue, folder: RunFolder, *, last: int) -> None:
                 await steps.checkpoint(wait=True)
 
 
-async def test_a_run_of_two_lives_again_in_one(
+async def test_run_of_two_lives_again_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first life ends after step 3, which is not in a checkpoint: the second repeats it."""
@@ -121,7 +121,7 @@ async def test_a_run_of_two_lives_again_in_one(
         async with learner(replay.logs) as kept:
             yield Replayer(kept, SETTINGS.micro_batch_tokens)
 
-    found: list[ReplayedStep] = []
+    result: list[ReplayedStep] = []
     tokens: dict[int, TokenDifferences] = {}
     async with Replay.open(tmp_path) as replay:
         assert await replay.repeat(
@@ -129,11 +129,11 @@ async def test_a_run_of_two_lives_again_in_one(
             first=1,
             last=5,
             timeout_s=TIMEOUT_S,
-            on_step=found.append,
+            on_step=result.append,
             on_tokens=tokens.__setitem__,
             say=lambda line: None,
         )
-    assert [one.step for one in found] == [0, 1, 2, 3, 4, 5]
-    assert all(one.has_same_weights and one.has_same_loss for one in found)
-    assert len({one.weights for one in found}) == 6
-    assert all(0 < one.mean < one.max for one in tokens.values())
+    assert [first.step for first in result] == [0, 1, 2, 3, 4, 5]
+    assert all(first.has_same_weights and first.has_same_loss for first in result)
+    assert len({first.weights for first in result}) == 6
+    assert all(0 < first.mean < first.max for first in tokens.values())

@@ -51,7 +51,7 @@ def two(
 
 
 def names(folder: Path) -> set[str]:
-    return {one.name for one in folder.iterdir()}
+    return {first.name for first in folder.iterdir()}
 
 
 def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path]) -> None:
@@ -78,7 +78,7 @@ def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path])
     assert [ranks.ask("step", batch=batch)["loss"] for _ in range(2)] == losses
 
 
-def test_a_save_waits_for_the_previous_one_and_the_latest_are_kept(two: tuple[Ranks, Path]) -> None:
+def test_save_waits_for_the_previous_one_and_the_latest_are_kept(two: tuple[Ranks, Path]) -> None:
     ranks, folder = two
     for name in ("a", "b", "c", "c"):
         assert ranks.ask("save", folder=folder / "kept" / name, beside=True)["ok"]
@@ -89,23 +89,23 @@ def test_a_save_waits_for_the_previous_one_and_the_latest_are_kept(two: tuple[Ra
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_is_reported_and_training_goes_on(two: tuple[Ranks, Path], full: int) -> None:
+def test_full_disk_is_reported_and_training_goes_on(two: tuple[Ranks, Path], full: int) -> None:
     """Either rank's disk may be full; here a file grows beyond the system's limit."""
     ranks, folder = two
-    whole, target = folder / "full" / "whole", folder / "full" / "target"
-    assert ranks.ask("save", folder=whole)["ok"]
+    complete, target = folder / "full" / "whole", folder / "full" / "target"
+    assert ranks.ask("save", folder=complete)["ok"]
     pid = ranks.processes[full].pid
     usual = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, usual[1]))
     assert ranks.ask("save", folder=target, beside=True)["ok"]
     assert ranks.ask("step", batch=folder / "batch")["ok"]
-    found = ranks.ask("saved", wait=True)
+    result = ranks.ask("saved", wait=True)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
-    assert (found["folder"], found["writing"]) == (str(whole), None)
-    assert found["failed"].startswith(f"{target}: ")
-    assert "File too large" in found["failed"]
-    assert names(whole.parent) == {"whole"}, "the partial folder is removed"
-    assert ranks.ask("save", folder=whole, beside=True)["ok"]
+    assert (result["folder"], result["writing"]) == (str(complete), None)
+    assert result["failed"].startswith(f"{target}: ")
+    assert "File too large" in result["failed"]
+    assert names(complete.parent) == {"whole"}, "the partial folder is removed"
+    assert ranks.ask("save", folder=complete, beside=True)["ok"]
     assert ranks.ask("saved", wait=True)["failed"] is None
 
 

@@ -54,22 +54,22 @@ def reference() -> Any:
 def test_packed_equals_unpacked(scorer: Any, reference: Any) -> None:
     batch = make_batch()
     logprobs, entropy, micro = packed(scorer, batch)
-    found = dict(zip(micro.source.tolist(), zip(logprobs, entropy, strict=True), strict=True))
+    result = dict(zip(micro.source.tolist(), zip(logprobs, entropy, strict=True), strict=True))
     loss: Any = 0.0
     for index in range(4):
         expected, entropies, place = plain.scores(reference, batch, index)
-        for at, (one, other) in enumerate(zip(expected, entropies, strict=True), place.start):
+        for at, (first, second) in enumerate(zip(expected, entropies, strict=True), place.start):
             if batch.mask[at]:
-                assert found[at][0].item() == pytest.approx(one.item(), abs=1e-4)
-                assert found[at][1].item() == pytest.approx(other.item(), abs=1e-4)
-                loss = loss + one * float(micro.weights[micro.source == at][0])
+                assert result[at][0].item() == pytest.approx(first.item(), abs=1e-4)
+                assert result[at][1].item() == pytest.approx(second.item(), abs=1e-4)
+                loss = loss + first * float(micro.weights[micro.source == at][0])
     scorer.zero_grad()
     reference.zero_grad()
     (logprobs * torch.from_numpy(micro.weights)).sum().backward()
     loss.backward()
-    for one, other in zip(scorer.parameters(), reference.parameters(), strict=True):
-        scale = other.grad.abs().max().item()
-        assert (one.grad - other.grad).abs().max().item() <= 1e-4 * scale
+    for first, second in zip(scorer.parameters(), reference.parameters(), strict=True):
+        scale = second.grad.abs().max().item()
+        assert (first.grad - second.grad).abs().max().item() <= 1e-4 * scale
 
 
 def test_samples_do_not_attend_to_each_other(scorer: Any) -> None:
@@ -78,9 +78,9 @@ def test_samples_do_not_attend_to_each_other(scorer: Any) -> None:
     ids[:40] = 3  # sample 0
     before, _, micro = packed(scorer, batch)
     after, _, _ = packed(scorer, replace(batch, ids=ids))
-    others = torch.from_numpy(micro.source >= 40)
-    assert (before[others] - after[others]).abs().max().item() < 1e-5
-    assert (before[~others] - after[~others]).abs().max().item() > 0.1
+    remaining = torch.from_numpy(micro.source >= 40)
+    assert (before[remaining] - after[remaining]).abs().max().item() < 1e-5
+    assert (before[~remaining] - after[~remaining]).abs().max().item() > 0.1
 
 
 def test_temperature_and_entropy_gradients() -> None:
@@ -110,9 +110,7 @@ def test_without_a_bonus_the_entropy_is_a_metric_alone(scorer: Any) -> None:
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_form_for_the_compiler_computes_the_same(
-    entropy_grad: bool, temperature: float
-) -> None:
+def test_form_for_the_compiler_computes_the_same(entropy_grad: bool, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, 16, generator=generator) for rows in (5, 40))
     targets = torch.tensor([0, 39, 7, 7, 20])
@@ -126,8 +124,8 @@ def test_the_form_for_the_compiler_computes_the_same(
         return [logprobs, entropies, *torch.autograd.grad(loss, inputs)]
 
     pairs = zip(results(head._fusible_scores), results(head._scores), strict=True)
-    for found, expected in pairs:
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for result, expected in pairs:
+        assert torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_activation_checkpointing_does_not_change_the_gradients() -> None:
@@ -152,9 +150,11 @@ def test_activation_checkpointing_does_not_change_the_gradients() -> None:
         return loss, [p.grad for p in scorer.parameters()], num_kept
 
     loss, gradients, num_kept = trained(False)
-    again, others, fewer = trained(True)
+    again, remaining, fewer = trained(True)
     assert torch.equal(loss, again)
-    assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+    assert all(
+        torch.equal(first, second) for first, second in zip(gradients, remaining, strict=True)
+    )
     assert fewer < num_kept / 3
 
 
@@ -184,18 +184,18 @@ def test_whole_logits_never_exist(scorer: Any) -> None:
 
 
 def test_packed_attention_refuses_unsupported_models() -> None:
-    one = torch.zeros(1, 2, 6, 4)
-    given = arguments((PackedSegment(0, 2, 2), PackedSegment(2, 6, 6)), one.device)
-    for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": one}):
+    first = torch.zeros(1, 2, 6, 4)
+    given = arguments((PackedSegment(0, 2, 2), PackedSegment(2, 6, 6)), first.device)
+    for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": first}):
         with pytest.raises(NotImplementedError, match="packed attention"):
-            packed_attention(None, one, one, one, None, **more, **given)
+            packed_attention(None, first, first, first, None, **more, **given)
     with pytest.raises(NotImplementedError, match="mask"):
-        packed_attention(None, one, one, one, one, **given)
-    out, _ = packed_attention(None, one, one, one, None, sliding_window=4, **given)
+        packed_attention(None, first, first, first, first, **given)
+    out, _ = packed_attention(None, first, first, first, None, sliding_window=4, **given)
     assert out.shape == (1, 6, 2, 4)
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Any) -> None:
+def test_folder_without_a_model_is_named(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_model(SETTINGS.model_copy(update={"model": tmp_path}))
 
@@ -220,7 +220,7 @@ def test_additional_layers_are_like_the_last_one() -> None:
         ({"vocab_size": 8}, "learner.config.vocab_size: 8, but the tokenizer needs "),
     ],
 )
-def test_an_invalid_configuration_is_refused(config: dict[str, Any], message: str) -> None:
+def test_invalid_configuration_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(LearnerSettings(model=SMALL, init="random", config=config))
 
@@ -234,9 +234,9 @@ def test_random_weights_are_drawn_by_the_seed_alone(tmp_path: Any) -> None:
         settings = LearnerSettings(model=tmp_path, init="random", seed=seed)
         return torch.nn.utils.parameters_to_vector(load_model(settings).parameters())
 
-    one, again, other = weights(1), weights(1), weights(2)
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert one.dtype == torch.float32
+    first, again, second = weights(1), weights(1), weights(2)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert first.dtype == torch.float32
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_model(LearnerSettings(model=tmp_path))

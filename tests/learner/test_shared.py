@@ -71,7 +71,7 @@ def test_each_token_continues_the_tokens_of_its_sample(
     slack=st.integers(0, 30),
     world_size=st.integers(1, 4),
 )
-def test_a_plan_counts_shared_tokens_once(
+def test_plan_counts_shared_tokens_once(
     samples: list[list[int]], num_groups: int, slack: int, world_size: int
 ) -> None:
     batch = batch_of(samples, num_groups)
@@ -116,17 +116,17 @@ def test_small_common_beginning_counts_for_each_sample(
 def test_siblings_that_fit_are_in_one_micro_batch_and_are_divided_for_more_ranks() -> None:
     """Two groups of four: a prompt of 40 tokens, which each continues by 10."""
     shared = [0, 40, 40, 40, 0, 40, 40, 40]
-    one, other = [0, 1, 2, 3], [4, 5, 6, 7]
-    assert plan([50] * 8, 100, 1, shared) == [[one, other]]
-    assert plan([50] * 8, 160, 1, shared) == [[[*one, *other]]]
-    assert plan([50] * 8, 80, 2, shared) == [[one], [other]]
+    first, second = [0, 1, 2, 3], [4, 5, 6, 7]
+    assert plan([50] * 8, 100, 1, shared) == [[first, second]]
+    assert plan([50] * 8, 160, 1, shared) == [[[*first, *second]]]
+    assert plan([50] * 8, 80, 2, shared) == [[first], [second]]
     assert plan([50] * 8, 80, 4, shared) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
     assert plan([50] * 8, 70, 1, shared) == [[[0, 1, 2], [4, 5, 6], [3], [7]]]
     # What all samples share, such as a system prompt, keeps nobody together.
     assert plan([50] * 4, 100, 2, [0, 40, 40, 40]) == [[[0, 2]], [[1, 3]]]
 
 
-def test_a_few_equal_tokens_are_not_shared() -> None:
+def test_few_equal_tokens_are_not_shared() -> None:
     ids = np.arange(200, dtype=np.int32)
     ids[100:103] = ids[:3]
     batch = make_batch(sizes=(100, 100), ids=ids)

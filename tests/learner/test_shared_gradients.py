@@ -40,12 +40,12 @@ def test_scores_and_gradients_are_those_of_each_sample_by_itself(checkpointing: 
     settings = SETTINGS.model_copy(update={"activation_checkpointing": checkpointing})
     batch = make_siblings()
     scores, gradients, num_tokens = scores_and_gradients(settings, batch, share=True)
-    expected, others, num_apart = scores_and_gradients(settings, batch, share=False)
+    expected, remaining, num_apart = scores_and_gradients(settings, batch, share=False)
     assert num_tokens < 0.7 * num_apart
     assert (scores - expected).abs().max().item() < 1e-5
-    for found, wanted in zip(gradients, others, strict=True):
-        assert (found - wanted).abs().max().item() < 1e-5 * max(1, wanted.abs().max().item())
-    scale = max(wanted.abs().max().item() for wanted in others)
+    for result, wanted in zip(gradients, remaining, strict=True):
+        assert (result - wanted).abs().max().item() < 1e-5 * max(1, wanted.abs().max().item())
+    scale = max(wanted.abs().max().item() for wanted in remaining)
     assert scale > 0.01, "the gradients are not just small"
 
 
@@ -54,8 +54,8 @@ def test_in_bfloat16_shared_samples_are_as_exact_as_separate_ones() -> None:
     settings = SETTINGS.model_copy(update={"dtype": "bfloat16"})
     errors = []
     for share in (True, False):
-        scores, found, _ = scores_and_gradients(settings, make_siblings(), share=share)
-        pairs = [(scores, exact), *zip(found, gradients, strict=True)]
+        scores, result, _ = scores_and_gradients(settings, make_siblings(), share=share)
+        pairs = [(scores, exact), *zip(result, gradients, strict=True)]
         errors.append([((a.float() - b).norm() / b.norm()).item() for a, b in pairs])
     for shared, apart in zip(*errors, strict=True):
         assert shared < 1.5 * apart + 0.005
@@ -73,15 +73,15 @@ def test_in_bfloat16_shared_samples_are_as_exact_as_separate_ones() -> None:
         ({}, {"layer_types": ["linear_attention", "full_attention"]}, "pass on a state"),
     ],
 )
-def test_a_model_that_cannot_share_says_why(
+def test_model_that_cannot_share_says_why(
     update: dict[str, Any], config: dict[str, Any], reason: str | None
 ) -> None:
     settings = SETTINGS.model_copy(update=update)
     model = load_model(settings)
     for name, value in config.items():
         setattr(model.config, name, value)
-    found = why_not_shared(model, settings, "cpu")
-    assert found == reason or (reason and reason in (found or ""))
+    result = why_not_shared(model, settings, "cpu")
+    assert result == reason or (reason and reason in (result or ""))
     if reason is None:
         model.add_module("convolution", torch.nn.Conv1d(1, 1, 1))
         assert "pass on a state" in (why_not_shared(model, settings, "cpu") or "")

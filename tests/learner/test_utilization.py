@@ -23,7 +23,7 @@ LENGTH = 200
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_count_equals_torchs(frozen: bool) -> None:
+def test_count_equals_torchs(frozen: bool) -> None:
     """torch counts one sample through transformers' model.
 
     Its attention computes the whole square, so the pairs that a causal one omits are added.
@@ -56,7 +56,7 @@ def test_shared_tokens_count_once() -> None:
     assert work.of_batch([2, 3], 3, [0, 2]) == 300 + 30 + 3 + 3
 
 
-def test_an_unknown_model_has_no_count() -> None:
+def test_unknown_model_has_no_count() -> None:
     config: Any = SimpleNamespace(num_experts=8)
     assert Work.of(SimpleNamespace(config=config)) is None
     assert Work.of(SimpleNamespace(config=SimpleNamespace())) is None

@@ -662,13 +662,13 @@ async def check_after(pool: Pool, num_processes: int | None) -> None:
     for _ in range(150):
         result = await pool.run(AFTER)
         assert result.ok, result
-        number, files, seen = result.stdout.split()
+        number, files, observed = result.stdout.split()
         assert (number, files) == ("42", "[]")
         # Children forked ahead come and go, and what was killed takes a moment to be gone.
-        if num_processes is None or int(seen) < num_processes + 8:
+        if num_processes is None or int(observed) < num_processes + 8:
             return
         await anyio.sleep(0.1)
-    raise AssertionError(f"{seen} processes are left of {num_processes}")
+    raise AssertionError(f"{observed} processes are left of {num_processes}")
 
 
 def num_seen(result: CallResult) -> int:
@@ -910,13 +910,13 @@ for name in map(str, range(200)):
 async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
     """A session holds a secret in memory and on disk; calls beside it look for both. Files are
     apart where each call has a uid or a view of its own."""
-    found: list[str] = []
+    actual: list[str] = []
 
     async def seek() -> None:
         result = await pool.run(SEEKER)
         assert result.ok, result
         lines = result.stdout.splitlines()
-        found.extend(line for line in lines if files_apart or not line.startswith("/"))
+        actual.extend(line for line in lines if files_apart or not line.startswith("/"))
 
     async with pool.session() as keeper:
         assert (await keeper.run(KEEPER)).ok
@@ -924,7 +924,7 @@ async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
             for _ in range(3):
                 group.start_soon(seek)
         assert (await keeper.run("secret.value")).result == "b's3cret'"
-    assert found == []
+    assert actual == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1003,7 +1003,7 @@ async def check_channel(pool: Pool, channel: Channel) -> None:
 
 async def check_that_the_next_finds_nothing(pool: Pool) -> None:
     """Check that a call's files are gone, in a pool that reuses its few directories."""
-    left = [
+    remaining = [
         "import os\nfor n in range(50): open(f'.f{n}', 'w').write('x')",
         "import os\nos.symlink('/', 'r'); os.symlink('/etc/passwd', 'p'); os.symlink('.', 'd')",
         "import contextlib, os\nos.makedirs('a/b/c/d'); open('a/b/f', 'w'); "
@@ -1022,7 +1022,7 @@ async def check_that_the_next_finds_nothing(pool: Pool) -> None:
         ]
         * 5,
     ]
-    for code in left:
+    for code in remaining:
         result = await pool.run(code)
         assert result.ok, result
         for _ in range(6):  # more than the worker has directories

@@ -84,50 +84,50 @@ async def attribute(
     pool: Pool, *, seed: int, number: int, side_by_side: int = 3, num_neighbours: int = 2
 ) -> Found:
     """Run `number` random programs, with neighbours running all the time."""
-    found = Found()
-    left = iter(programs(seed, number))
+    actual = Found()
+    remaining = iter(programs(seed, number))
     num_lost = pool.stats()["lost"]
 
     async def run_programs() -> None:
-        for program in left:
-            await _run(pool, program, found)
+        for program in remaining:
+            await _run(pool, program, actual)
 
     async with anyio.create_task_group() as beside:
         for place in range(num_neighbours):
-            beside.start_soon(_call_neighbour, pool, found, seed + place)
-        beside.start_soon(_session_neighbour, pool, found)
+            beside.start_soon(_call_neighbour, pool, actual, seed + place)
+        beside.start_soon(_session_neighbour, pool, actual)
         async with anyio.create_task_group() as tasks:
             for _ in range(side_by_side):
                 tasks.start_soon(run_programs)
         beside.cancel_scope.cancel()
     if lost := pool.stats()["lost"] - num_lost:
-        found.violations.append(f"{lost} workers were lost")
-    return found
+        actual.violations.append(f"{lost} workers were lost")
+    return actual
 
 
-async def _run(pool: Pool, program: Program, found: Found) -> None:
+async def _run(pool: Pool, program: Program, actual: Found) -> None:
     if not program.in_session:
         result = await pool.run(program.code, timeout_s=PROGRAM_TIMEOUT_S)
-        _judge(result, program.names, found)
+        _judge(result, program.names, actual)
         return
     async with pool.session() as session:
         for number, name in enumerate(program.names, 1):
             try:
                 result = await session.run(PIECES[name], timeout_s=PROGRAM_TIMEOUT_S)
             except SessionLost as error:
-                found.ends[f"session lost by {error.by}"] += 1
+                actual.ends[f"session lost by {error.by}"] += 1
                 if error.by is not LostBy.PROGRAM or number == 1:
-                    found.violations.append(f"{error!r} of {program.names[:number]}")
+                    actual.violations.append(f"{error!r} of {program.names[:number]}")
                 return
-            _judge(result, program.names[:number], found)
+            _judge(result, program.names[:number], actual)
 
 
-def _judge(result: CallResult, names: Sequence[str], found: Found) -> None:
-    found.ends[result.status] += 1
+def _judge(result: CallResult, names: Sequence[str], actual: Found) -> None:
+    actual.ends[result.status] += 1
     if result.status.is_unscorable:
-        found.violations.append(f"{result.status} ({result.error}) of {names}")
+        actual.violations.append(f"{result.status} ({result.error}) of {names}")
     if all(name in HARMLESS for name in names) and result.status is not CallStatus.OK:
-        found.violations.append(f"{result.status} of the harmless {names}: {result.stderr}")
+        actual.violations.append(f"{result.status} of the harmless {names}: {result.stderr}")
 
 
 # Uses what neighbours compete for: memory, threads, processes, files, the processor; and tells
@@ -156,27 +156,27 @@ def _digest() -> str:
     return digest.hex()[:8]
 
 
-async def _call_neighbour(pool: Pool, found: Found, seed: int) -> None:
+async def _call_neighbour(pool: Pool, actual: Found, seed: int) -> None:
     expected = _digest()
     draw = random.Random(seed)
     while True:
         word = str(draw.random())
         result = await pool.run(VERIFIED, stdin=word, timeout_s=NEIGHBOUR_TIMEOUT_S)
         if result.status is CallStatus.OK and result.stdout == f"{word} {expected}\n":
-            found.num_right += 1
+            actual.num_right += 1
         else:
-            found.violations.append(f"a neighbour's call: {result}")
+            actual.violations.append(f"a neighbour's call: {result}")
 
 
-async def _session_neighbour(pool: Pool, found: Found) -> None:
+async def _session_neighbour(pool: Pool, actual: Found) -> None:
     async with pool.session() as session:
         await session.run("total = 0")
         for number in range(1, 10**9):
             result = await session.run(f"total += {number}; total", timeout_s=NEIGHBOUR_TIMEOUT_S)
             if result.result == str(math.comb(number + 1, 2)):
-                found.num_right += 1
+                actual.num_right += 1
             else:
-                found.violations.append(f"a neighbour's cell {number}: {result}")
+                actual.violations.append(f"a neighbour's cell {number}: {result}")
                 return
             await anyio.sleep(0.01)
 
@@ -184,11 +184,11 @@ async def _session_neighbour(pool: Pool, found: Found) -> None:
 async def _main(backend: str, number: int, seed: int) -> int:
     settings = PoolSettings.model_validate({"backend": backend, "workers": 4, "preload": []})
     async with Pool(settings, on_progress=print) as pool:
-        found = await attribute(pool, seed=seed, number=number)
-    ends = ", ".join(f"{end} {count}" for end, count in sorted(found.ends.items()))
-    print(f"{backend}: {ends}; {found.num_right} right answers of neighbours")
-    print(*found.violations, f"{len(found.violations)} violations", sep="\n")
-    return 1 if found.violations else 0
+        actual = await attribute(pool, seed=seed, number=number)
+    ends = ", ".join(f"{end} {count}" for end, count in sorted(actual.ends.items()))
+    print(f"{backend}: {ends}; {actual.num_right} right answers of neighbours")
+    print(*actual.violations, f"{len(actual.violations)} violations", sep="\n")
+    return 1 if actual.violations else 0
 
 
 if __name__ == "__main__":

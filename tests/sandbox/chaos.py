@@ -91,18 +91,18 @@ async def run_load(pool: Pool, num_calls: int, tally: Tally, first: int = 0) -> 
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
+    actual: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found.extend(map(int, task.read_text().split()))
-    return found
+            actual.extend(map(int, task.read_text().split()))
+    return actual
 
 
 def descendants(pid: int) -> list[int]:
-    found = [pid]
-    for at in found:
-        found.extend(children(at))
-    return found[1:]
+    actual = [pid]
+    for at in actual:
+        actual.extend(children(at))
+    return actual[1:]
 
 
 def kill(pid: int) -> bool:

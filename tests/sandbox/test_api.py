@@ -52,8 +52,8 @@ def test_values_are_counted_in_whatever_pieces_they_come(
     for start, end in itertools.pairwise([0, *sorted(cuts), len(text)]):
         counter.feed(text[start : max(start, end)])
     assert counter.num == counter.feed(b"") == num_values(value)
-    for most in (counter.num - 1, counter.num, counter.num + 1):
-        assert has_more_values(text, most) == (counter.num > most)
+    for maximum in (counter.num - 1, counter.num, counter.num + 1):
+        assert has_more_values(text, maximum) == (counter.num > maximum)
 
 
 @given(st.binary())
@@ -61,7 +61,7 @@ def test_values_are_also_counted_in_invalid_json(text: bytes) -> None:
     assert 0 <= ValueCounter().feed(text) <= len(text)
 
 
-def test_a_full_batch_is_within_the_bound() -> None:
+def test_full_batch_is_within_the_bound() -> None:
     call = {"code": "[{,:", "stdin": "", "timeout_s": 1.0}
     text = orjson.dumps({"calls": [call] * MAX_BATCH})
     assert not has_more_values(text, max_values(BatchRequest))
@@ -104,7 +104,7 @@ async def test_waiting_for_bytes_ends_when_others_are_freed() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_wait_for_more_than_the_bound_gets_the_bound() -> None:
+async def test_wait_for_more_than_the_bound_gets_the_bound() -> None:
     held = HeldBytes(50)
     await held.wait_to_hold("large", 80)
     assert held.total == 50

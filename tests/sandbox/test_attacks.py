@@ -86,14 +86,14 @@ async def test_calls_beside_each_other_see_nothing(pool: Pool) -> None:
     await check_neighbours(pool, files_apart=not lacks(pool, "uid"))
 
 
-async def test_the_next_call_finds_nothing(form: str) -> None:
+async def test_next_call_finds_nothing(form: str) -> None:
     settings = BARE.model_copy(update={"workers": 1, "max_sessions": 0})
     async with Pool(settings) as pool:
         await check_that_the_next_finds_nothing(pool)
         assert pool.stats()["lost"] == 0
 
 
-async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
+async def test_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
     if lacks(pool, "spaces"):
         pytest.skip("this machine refuses file systems of their own")
     await check_that_disks_are_apart(pool)

@@ -29,6 +29,6 @@ async def test_no_program_is_blamed_for_another_or_blames_us(form: str, number: 
     async with Pool(BARE) as pool:
         if missing_layers(pool.stats()["layers"]):
             pytest.skip("local workers of this user do not isolate calls from each other")
-        found = await attribute(pool, seed=number, number=number)
-    assert found.violations == []
-    assert found.num_right > 0
+        result = await attribute(pool, seed=number, number=number)
+    assert result.violations == []
+    assert result.num_right > 0

@@ -14,7 +14,7 @@ from tests.sandbox.conftest import BARE
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_call_that_waits_while_the_pool_closes_is_cancelled() -> None:
+async def test_call_that_waits_while_the_pool_closes_is_cancelled() -> None:
     calls = Calls(BARE)
     results: list[CallResult] = []
 
@@ -33,7 +33,7 @@ async def test_a_call_that_waits_while_the_pool_closes_is_cancelled() -> None:
         calls.message("1", "", None, None)
 
 
-async def test_a_cell_that_waits_for_a_worker_which_is_lost_has_no_result() -> None:
+async def test_cell_that_waits_for_a_worker_which_is_lost_has_no_result() -> None:
     calls = Calls(BARE)
     worker = PoolWorker(Link("x"), BARE)
     worker.free = 0

@@ -51,7 +51,7 @@ def test_controllers_are_enabled_for_the_cgroups_of_workers(top: Path) -> None:
     assert (top / cgroup.POOL).is_dir()
 
 
-def test_the_limits_of_a_worker_are_written(top: Path) -> None:
+def test_limits_of_a_worker_are_written(top: Path) -> None:
     made = new_cgroup()
     folder = made.paths["memory"]
     for name, text in LIMITS.items():
@@ -75,7 +75,7 @@ def test_processor_time_is_not_limited_without_its_controller(top: Path) -> None
     assert set(read(top, "cgroup.subtree_control").split()) == {"+memory", "+pids"}
 
 
-def test_a_missing_controller_is_named(top: Path) -> None:
+def test_missing_controller_is_named(top: Path) -> None:
     write(top, "cgroup.controllers", "cpu memory")
     with pytest.raises(NoCgroup, match="no controller pids"):
         new_cgroup()
@@ -91,7 +91,7 @@ def test_without_mounted_cgroups_none_is_created(
     reap_cgroups()
 
 
-def test_the_tightest_limit_on_processes_around_the_pool_counts(top: Path) -> None:
+def test_tightest_limit_on_processes_around_the_pool_counts(top: Path) -> None:
     write(top, "pids.max", "max\n")
     write(top, "pids.current", "7\n")
     assert free_processes() == float("inf")
@@ -174,7 +174,7 @@ def test_processor_time_counts_from_the_start_of_a_call(tmp_path: Path) -> None:
     ("kills", "refusals", "verdict"),
     [(3, 9, None), (3, 10, None), (4, 10, "oom"), (4, 9, "sandbox_error")],
 )
-def test_a_kill_is_the_calls_own_if_its_limit_was_reached(
+def test_kill_is_the_calls_own_if_its_limit_was_reached(
     tmp_path: Path, kills: int, refusals: int, verdict: str | None
 ) -> None:
     counted = counters(tmp_path, kills=3, refusals=9)
@@ -209,7 +209,7 @@ def version_1(root: Path, *, flags: int) -> CgroupCounters:
     return CgroupCounters(fds | {"peak": os.open(root / "memory/memory.max_usage_in_bytes", flags)})
 
 
-def test_the_peak_of_an_earlier_call_is_not_the_next_ones(tmp_path: Path) -> None:
+def test_peak_of_an_earlier_call_is_not_the_next_ones(tmp_path: Path) -> None:
     counted = version_1(tmp_path, flags=os.O_RDWR)
     write(tmp_path, "memory/memory.oom_control", "oom_kill 1\n")
     assert counted.oom_verdict() == "sandbox_error"
@@ -218,7 +218,7 @@ def test_the_peak_of_an_earlier_call_is_not_the_next_ones(tmp_path: Path) -> Non
     assert not counted.is_spent()
 
 
-def test_a_worker_is_spent_if_its_peak_stays(tmp_path: Path) -> None:
+def test_worker_is_spent_if_its_peak_stays(tmp_path: Path) -> None:
     counted = version_1(tmp_path, flags=os.O_RDONLY)
     assert counted.is_spent()
     write(tmp_path, "memory/memory.max_usage_in_bytes", "7")

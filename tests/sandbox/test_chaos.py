@@ -41,14 +41,14 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_calls_while_workers_are_killed(scratch: Path) -> None:
     dice = random.Random(7)
     tally, killed = Tally([0] * NUM_CALLS), Counter[str]()
-    others = set(children(os.getpid()))
-    seen: set[int] = set()
+    remaining = set(children(os.getpid()))
+    observed: set[int] = set()
 
     def outers() -> list[int]:
-        return [pid for pid in children(os.getpid()) if pid not in others]
+        return [pid for pid in children(os.getpid()) if pid not in remaining]
 
     def servers() -> list[int]:
-        seen.update(descendants(os.getpid()))
+        observed.update(descendants(os.getpid()))
         return [server for outer in outers() for server in children(outer)]
 
     async with Pool(SETTINGS) as pool:
@@ -73,8 +73,8 @@ async def test_calls_while_workers_are_killed(scratch: Path) -> None:
         again = Tally([0] * 100)
         await run_load(pool, 100, again)
         assert again.ends == {"right": 100}
-        seen.update(descendants(os.getpid()))
-    await wait_until(lambda: not any(runs(pid) for pid in seen - others - {os.getpid()}))
+        observed.update(descendants(os.getpid()))
+    await wait_until(lambda: not any(runs(pid) for pid in observed - remaining - {os.getpid()}))
     assert os.listdir(scratch) == []
 
 

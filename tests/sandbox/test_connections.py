@@ -149,7 +149,7 @@ async def test_idle_connections_are_closed(
 
 
 @pytest.mark.anyio
-async def test_a_head_in_drips_has_no_more_time(pool: Pool) -> None:
+async def test_head_in_drips_has_no_more_time(pool: Pool) -> None:
     async with service(pool, io_timeout_s=0.5) as client, connected(client, GET[:20]) as stream:
         with anyio.fail_after(patient(15)), contextlib.suppress(anyio.BrokenResourceError):
             while True:
@@ -158,7 +158,7 @@ async def test_a_head_in_drips_has_no_more_time(pool: Pool) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_has_all_the_time_that_it_needs(pool: Pool) -> None:
+async def test_request_has_all_the_time_that_it_needs(pool: Pool) -> None:
     async with service(pool, io_timeout_s=0.2, idle_timeout_s=0.2) as client:
         body = {"code": "import time; time.sleep(1.5); 6 * 7"}
         assert (await client.post("/v1/run", body))[1]["result"] == "42"
@@ -193,12 +193,12 @@ async def test_descriptors_are_left_for_the_workers(
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_is_taken_slowly_arrives(
+async def test_answer_that_is_taken_slowly_arrives(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "SWEEP_EVERY_S", 0.05)
-    one = {"type": "python", "solution": "print('x' * 30_000)"}
-    body = json.dumps({"type": "batch", "submissions": [one] * 200}).encode()
+    first = {"type": "python", "solution": "print('x' * 30_000)"}
+    body = json.dumps({"type": "batch", "submissions": [first] * 200}).encode()
     async with service(pool, idle_timeout_s=0.1, io_timeout_s=1, code_judge_chars=65_536) as client:
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
@@ -220,12 +220,12 @@ async def test_an_answer_that_is_taken_slowly_arrives(
 
 @pytest.mark.anyio
 @pytest.mark.full
-async def test_an_answer_that_is_not_taken_is_given_up(
+async def test_answer_that_is_not_taken_is_given_up(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "SWEEP_EVERY_S", 0.05)
-    one = {"type": "python", "solution": "print('x' * 30_000)"}
-    body = json.dumps({"type": "batch", "submissions": [one] * 200}).encode()
+    first = {"type": "python", "solution": "print('x' * 30_000)"}
+    body = json.dumps({"type": "batch", "submissions": [first] * 200}).encode()
     async with service(pool, idle_timeout_s=0.2, io_timeout_s=5, code_judge_chars=65_536) as client:
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -243,7 +243,7 @@ def test_requests_are_at_most_half_of_the_connections(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.anyio
-async def test_a_port_that_is_taken_is_named(pool: Pool) -> None:
+async def test_port_that_is_taken_is_named(pool: Pool) -> None:
     from agentloop.sandbox import SandboxUnavailable
 
     async with serving(pool, SandboxServeSettings(port=0)) as url:

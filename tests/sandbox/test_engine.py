@@ -35,8 +35,8 @@ class FakeEngine:
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         if not request.path.endswith("/version"):
-            said, kind = b'{"message": "the disk is full"}', {"Content-Type": "application/json"}
-            return web.Response(body=said, status=500, headers=kind)
+            stated, kind = b'{"message": "the disk is full"}', {"Content-Type": "application/json"}
+            return web.Response(body=stated, status=500, headers=kind)
         self.num_asked += 1
         await self.answers.wait()
         return web.json_response({"ApiVersion": "1.41"})
@@ -70,29 +70,29 @@ def be_local(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         monkeypatch.setattr(f"agentloop.sandbox.{module}.local_engine", lambda: f"unix://{path}")
 
 
-async def test_a_slow_engine_is_waited_for(engine: FakeEngine) -> None:
-    told: list[str] = []
+async def test_slow_engine_is_waited_for(engine: FakeEngine) -> None:
+    reported: list[str] = []
 
     def tell(line: str) -> None:
-        told.append(line)
-        if len(told) == 2:
+        reported.append(line)
+        if len(reported) == 2:
             engine.answers.set()
 
     async with connect(timeout_s=20, on_progress=tell) as docker:
         assert (await docker.version())["ApiVersion"] == "1.41"
     assert engine.num_asked >= 3  # also a request that is lost is made again
-    assert "has not answered" in told[0]
-    assert "at most 20 s" in told[0]
+    assert "has not answered" in reported[0]
+    assert "at most 20 s" in reported[0]
 
 
-async def test_a_silent_engine_is_given_up_by_a_setting(engine: FakeEngine) -> None:
+async def test_silent_engine_is_given_up_by_a_setting(engine: FakeEngine) -> None:
     with pytest.raises(SandboxUnavailable, match=r"not answered for 0\.2 s.*engine_timeout_s"):
         async with connect(timeout_s=0.2):
             pass
 
 
 @pytest.mark.parametrize("told", ["answers", "is silent"])
-async def test_an_engine_that_listens_is_never_replaced(engine: FakeEngine, told: str) -> None:
+async def test_engine_that_listens_is_never_replaced(engine: FakeEngine, told: str) -> None:
     if told == "answers":
         engine.answers.set()  # and then fails
     with pytest.raises(SandboxUnavailable) as caught:
@@ -105,33 +105,33 @@ async def test_an_engine_that_listens_is_never_replaced(engine: FakeEngine, told
 @contextmanager
 def as_ordinary_user() -> Iterator[None]:
     """Act as a user to whom permissions apply."""
-    own = os.geteuid()
-    if own == 0:
+    local = os.geteuid()
+    if local == 0:
         os.seteuid(23_456)  # nobody has it
     try:
         yield
     finally:
-        os.seteuid(own)
+        os.seteuid(local)
 
 
-async def test_an_engine_that_this_user_may_not_use_is_never_replaced(engine: FakeEngine) -> None:
+async def test_engine_that_this_user_may_not_use_is_never_replaced(engine: FakeEngine) -> None:
     engine.answers.set()
     with pytest.raises(SandboxUnavailable, match="failed"):  # import whatever a pool needs
         async with Pool(PoolSettings(workers=1, preload=[])):
             pass
     os.chmod(Path(engine.path).parent, 0o755)
     os.chmod(engine.path, 0)
-    told: list[str] = []
+    reported: list[str] = []
     with as_ordinary_user(), pytest.raises(SandboxUnavailable) as caught:
-        async with Pool(PoolSettings(workers=1, preload=[]), on_progress=told.append):
+        async with Pool(PoolSettings(workers=1, preload=[]), on_progress=reported.append):
             pass
     assert not isinstance(caught.value, NoEngine)
     assert f"this user may not use the Docker Engine at unix://{engine.path}" in str(caught.value)
     assert "set backend=process" in str(caught.value)
-    assert not told
+    assert not reported
 
 
-def test_a_runtime_directory_of_another_user_is_passed_over(
+def test_runtime_directory_of_another_user_is_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DOCKER_HOST", raising=False)
@@ -147,18 +147,18 @@ def test_a_runtime_directory_of_another_user_is_passed_over(
 async def test_local_processes_where_no_engine_listens(
     monkeypatch: pytest.MonkeyPatch, left: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/docker.sock"
         if left != "nothing":
             async with await anyio.create_unix_listener(path):
                 pass
         be_local(monkeypatch, path)
-        async with Pool(PoolSettings(workers=1, preload=[]), on_progress=told.append) as pool:
+        async with Pool(PoolSettings(workers=1, preload=[]), on_progress=reported.append) as pool:
             assert pool.stats()["backend"] == "process"
-        assert len(told) == 1
-        assert told[0].startswith("Calls run in local processes: no Docker Engine responds at")
-        assert not set(told[0]) & set("[]{}")
+        assert len(reported) == 1
+        assert reported[0].startswith("Calls run in local processes: no Docker Engine responds at")
+        assert not set(reported[0]) & set("[]{}")
         for named in ({"backend": "docker"}, {"image": "mine"}):
             with pytest.raises(NoEngine):
                 async with Pool(PoolSettings.model_validate(named)):
@@ -203,7 +203,7 @@ def test_connection_errors_are_explained_in_words(
     assert not {"[900]", "ssl:default", "box ssl"} & set(str(error).split())
 
 
-async def test_the_name_of_an_engine_is_checked() -> None:
+async def test_name_of_an_engine_is_checked() -> None:
     with pytest.raises(SandboxUnavailable, match=r"an engine must be unix:///path or tcp"):
         async with connect("ftp://box"):
             pass
@@ -227,7 +227,7 @@ class RecordingDocker:
 
 
 @pytest.mark.parametrize(("has_quota", "missing"), [(True, []), (False, ["processor time"])])
-async def test_an_engine_without_a_limit_is_not_asked_for_it(
+async def test_engine_without_a_limit_is_not_asked_for_it(
     has_quota: bool, missing: list[str]
 ) -> None:
     docker: Any = RecordingDocker()

@@ -21,14 +21,14 @@ from tests.sandbox.conftest import BARE
 PYTHON = Python(python="3.13", machine="x86_64", glibc="2.36", target="/usr/lib/python3")
 
 
-def test_the_tag_depends_on_the_packages_and_not_on_their_order() -> None:
+def test_tag_depends_on_the_packages_and_not_on_their_order() -> None:
     tags = {image_tag(), image_tag(["a"]), image_tag(["a==1"]), image_tag(["a", "b"])}
     assert len(tags) == 4
     assert image_tag(["a", "b"]) == image_tag(["b", "a"])
     assert image_tag([]) == image_tag()
 
 
-def test_the_tag_depends_on_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tag_depends_on_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     changed = tmp_path / "recipe"
     for name in ("DOCKERFILE", "REQUIREMENTS"):
         file = getattr(build, name)
@@ -39,7 +39,7 @@ def test_the_tag_depends_on_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert image_tag() != before
 
 
-def test_the_dockerfiles_base_is_found() -> None:
+def test_dockerfiles_base_is_found() -> None:
     assert build._dockerfile_base().startswith("python:3.13-slim")
 
 
@@ -99,8 +99,8 @@ async def test_added_packages_use_the_pinned_versions(
     only_local_wheels: Path, tmp_path: Path
 ) -> None:
     await build._fetch(PYTHON, ["beta"], tmp_path)
-    found = sorted(path.name for path in (tmp_path / "site").iterdir())
-    assert found == ["alpha", "alpha-1.0.dist-info", "beta", "beta-1.0.dist-info"]
+    result = sorted(path.name for path in (tmp_path / "site").iterdir())
+    assert result == ["alpha", "alpha-1.0.dist-info", "beta", "beta-1.0.dist-info"]
 
 
 @pytest.mark.anyio

@@ -60,7 +60,7 @@ def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[s
 @pytest.mark.anyio
 @pytest.mark.parametrize("backend", ["auto", "process"])
 @pytest.mark.parametrize("missing", NEEDED)
-async def test_a_pool_without_a_wall_does_not_start_unless_told_to(
+async def test_pool_without_a_wall_does_not_start_unless_told_to(
     local_workers_say: dict[str, str],
     missing: str,
     backend: str,
@@ -80,8 +80,8 @@ async def test_a_pool_without_a_wall_does_not_start_unless_told_to(
 
 @given(st.dictionaries(st.sampled_from([*WEAK, "uid "]), st.text() | st.just("no: x")))
 def test_missing_isolation_layers_are_found(layers: Mapping[str, str]) -> None:
-    told = missing_layers(layers)
-    assert len(told) == sum(
+    messages = missing_layers(layers)
+    assert len(messages) == sum(
         text == "no" or (text.startswith("no") and not (text[2].isalnum() or text[2] == "_"))
         for name, text in layers.items()
         if name in NEEDED
@@ -95,23 +95,25 @@ def test_doctor_says_it_in_words_and_by_its_status(
 ) -> None:
     local_workers_say |= WEAK
     assert main(["doctor"]) == 1
-    said = capfd.readouterr().out
-    assert re.search(f"network +{WEAK['network']}\n", said)
-    assert "By default, a pool does not start on this machine: calls would not be isolated" in said
+    stated = capfd.readouterr().out
+    assert re.search(f"network +{WEAK['network']}\n", stated)
+    assert (
+        "By default, a pool does not start on this machine: calls would not be isolated" in stated
+    )
     assert main(["doctor", "--json"]) == 1
-    told = json.loads(capfd.readouterr().out)
-    assert (told["isolated"], told["backend"]) == (False, None)
-    assert "allow_weak_isolation" in told["reason"]
-    assert told["backends"]["local processes"].items() >= WEAK.items()
+    messages = json.loads(capfd.readouterr().out)
+    assert (messages["isolated"], messages["backend"]) == (False, None)
+    assert "allow_weak_isolation" in messages["reason"]
+    assert messages["backends"]["local processes"].items() >= WEAK.items()
     local_workers_say |= dict.fromkeys(NEEDED, "yes")
     assert main(["doctor"]) == 0
-    said = capfd.readouterr().out
-    assert "By default, a pool on this machine runs calls in local processes" in said
+    stated = capfd.readouterr().out
+    assert "By default, a pool on this machine runs calls in local processes" in stated
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["backend"] == "process"
 
 
-def test_the_setting_that_refuses_namespaces_is_named(
+def test_setting_that_refuses_namespaces_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "user").mkdir()

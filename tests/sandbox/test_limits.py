@@ -46,7 +46,7 @@ def take(mib: int) -> str:
 # -- memory of a call -----------------------------------------------------------------------
 
 
-async def test_a_call_may_name_its_memory(pool: Pool) -> None:
+async def test_call_may_name_its_memory(pool: Pool) -> None:
     assert (await pool.run(take(200))).result == "200"
     less = await pool.run(take(200), memory_mib=100)
     assert less.status is CallStatus.OOM
@@ -73,7 +73,7 @@ async def test_input_and_output_need_not_fit_into_the_memory_of_a_call(
         assert pool.stats()["lost"] == 0
 
 
-async def test_a_refused_limit_stays_in_force_only_where_it_allows_as_much() -> None:
+async def test_refused_limit_stays_in_force_only_where_it_allows_as_much() -> None:
     link = Link("1")
     limits: list[int] = []
     is_refused = False
@@ -98,7 +98,7 @@ async def test_a_refused_limit_stays_in_force_only_where_it_allows_as_much() -> 
     assert limits == [512, 64, 32]
 
 
-async def test_a_worker_whose_limit_was_refused_is_replaced(
+async def test_worker_whose_limit_was_refused_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, refusals = Link.limit_memory, [SandboxUnavailable("the engine is busy")]
@@ -117,7 +117,7 @@ async def test_a_worker_whose_limit_was_refused_is_replaced(
         assert pool.stats()["lost"] == 0
 
 
-async def test_the_processes_of_a_call_have_its_memory_together(pool: Pool) -> None:
+async def test_processes_of_a_call_have_its_memory_together(pool: Pool) -> None:
     forked = f"import os, time\nfor _ in range(3): os.fork()\n{take(40)}\ntime.sleep(60)"
     ended = await pool.run(forked, memory_mib=200, timeout_s=50)
     assert ended.status is CallStatus.OOM
@@ -126,7 +126,7 @@ async def test_the_processes_of_a_call_have_its_memory_together(pool: Pool) -> N
     assert (await pool.run(fits, memory_mib=500, timeout_s=50)).status is CallStatus.OK
 
 
-async def test_a_cell_may_name_its_memory_and_the_next_has_the_pools(pool: Pool) -> None:
+async def test_cell_may_name_its_memory_and_the_next_has_the_pools(pool: Pool) -> None:
     async with pool.session() as session:
         assert (await session.run(take(200), memory_mib=100)).status is CallStatus.OOM
         assert (await session.run(take(200))).result == "200"
@@ -141,7 +141,7 @@ async def test_memory_is_at_most_the_pools(pool: Pool, memory_mib: int) -> None:
         await pool.run("1", memory_mib="1")  # type: ignore[arg-type]
 
 
-async def test_a_call_over_its_memory_takes_nobody_with_it(pool: Pool) -> None:
+async def test_call_over_its_memory_takes_nobody_with_it(pool: Pool) -> None:
     num_lost = pool.stats()["lost"]
     kept: list[str | None] = []
 
@@ -214,7 +214,7 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroup]:
     outer.remove()
 
 
-async def test_a_call_is_not_judged_for_memory_that_the_machine_has_not(outer: Cgroup) -> None:
+async def test_call_is_not_judged_for_memory_that_the_machine_has_not(outer: Cgroup) -> None:
     outer.limit_memory(300 * MIB)
     async with Pool(SINGLE) as pool:
         result = await pool.run(take(400))
@@ -285,11 +285,11 @@ async def test_calls_share_the_processors_however_many_processes_they_have(pool:
 
 
 def states(pids: list[int]) -> set[str]:
-    found = set()
+    actual = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            found.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
-    return found
+            actual.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return actual
 
 
 @pytest.fixture
@@ -300,12 +300,12 @@ async def alone() -> AsyncIterator[Pool]:
 
 def counting_processes() -> list[int]:
     """Return the pids of our workers' counting processes (see COUNTING)."""
-    found = []
+    actual = []
     for pid in descendants(os.getpid()):  # others on this machine may have seven threads, too
         with contextlib.suppress(OSError):
             if len(os.listdir(f"/proc/{pid}/task")) == 7:
-                found.append(pid)
-    return found
+                actual.append(pid)
+    return actual
 
 
 COUNTING = """
@@ -321,7 +321,7 @@ for _ in range(6):
 """
 
 
-async def test_a_session_stands_still_between_its_cells_and_goes_on_with_the_next(
+async def test_session_stands_still_between_its_cells_and_goes_on_with_the_next(
     alone: Pool,
 ) -> None:
     async with alone.session() as session:
@@ -392,29 +392,29 @@ for _ in range(3):
 @pytest.mark.timeout(150)  # on a busy machine it uses little, and is found out late
 @pytest.mark.full
 @pytest.mark.parametrize("code", [AWAKE, CHAIN], ids=["a thread", "a chain of processes"])
-async def test_a_session_that_wakes_itself_is_ended(alone: Pool, code: str) -> None:
-    async with alone.session() as session, alone.session() as other:
-        await other.run("x = 1")
+async def test_session_that_wakes_itself_is_ended(alone: Pool, code: str) -> None:
+    async with alone.session() as session, alone.session() as another:
+        await another.run("x = 1")
         assert (await session.run(code)).ok
         await wait_until(lambda: session.lost, within_s=120)
         with pytest.raises(SessionLost):
             await session.run("1")
-        assert (await other.run("x")).result == "1"
+        assert (await another.run("x")).result == "1"
 
 
 # -- memory and processes of a worker -------------------------------------------------------
 
 
-def test_a_container_is_limited_to_one_call() -> None:
-    given = PoolSettings(processes_per_call=40, memory_mib=300, preload=[])
-    config = host_config(given, None, 1 << 30)
-    assert config["PidsLimit"] == max_processes(given) >= 40 + 3
-    assert config["Memory"] == config["MemorySwap"] == start_bytes(given) > 300 * MIB
+def test_container_is_limited_to_one_call() -> None:
+    inputs = PoolSettings(processes_per_call=40, memory_mib=300, preload=[])
+    config = host_config(inputs, None, 1 << 30)
+    assert config["PidsLimit"] == max_processes(inputs) >= 40 + 3
+    assert config["Memory"] == config["MemorySwap"] == start_bytes(inputs) > 300 * MIB
     assert config["NanoCpus"] == 10**9
 
 
 @pytest.mark.parametrize("uids", [UIDS, REMAPPED_UIDS])
-def test_the_uid_of_calls_and_the_next_are_in_range_and_nobody_elses(uids: range) -> None:
+def test_uid_of_calls_and_the_next_are_in_range_and_nobody_elses(uids: range) -> None:
     drawn = [random_uid(uids) for _ in range(1000)]
     assert all(uid in uids and uid + 1 in uids for uid in drawn)
     assert all((uid - uids.start) % 2 == 0 for uid in drawn)
@@ -478,7 +478,7 @@ print(len(refusals), len([*home.iterdir()]))
 """
 
 
-def test_the_directory_is_emptied_once_the_limit_on_processes_allows_it(tmp_path: Path) -> None:
+def test_directory_is_emptied_once_the_limit_on_processes_allows_it(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     command = [sys.executable, "-c", FORKS_LATE, str(tmp_path)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=patient(50))
@@ -486,7 +486,7 @@ def test_the_directory_is_emptied_once_the_limit_on_processes_allows_it(tmp_path
 
 
 @needs_root
-def test_a_call_can_not_stop_who_kills_it() -> None:
+def test_call_can_not_stop_who_kills_it() -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", STRIKES_BACK],
@@ -498,7 +498,7 @@ def test_a_call_can_not_stop_who_kills_it() -> None:
     assert done.stdout == b"alive (0, 0, 0)\n"
 
 
-def test_a_link_put_in_the_place_of_a_directory_is_not_followed(
+def test_link_put_in_the_place_of_a_directory_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link is placed between the check of the directory and its opening."""
@@ -510,12 +510,12 @@ def test_a_link_put_in_the_place_of_a_directory_is_not_followed(
     scan = kernel._scan
 
     def swap(fd: int) -> list[tuple[str, bool]]:
-        found = scan(fd)
-        for name, is_dir in found:
+        actual = scan(fd)
+        for name, is_dir in actual:
             if is_dir:
                 os.rename(name, f"{name}-was", src_dir_fd=fd, dst_dir_fd=fd)
                 os.symlink(outside, name, dir_fd=fd)
-        return found
+        return actual
 
     monkeypatch.setattr(kernel, "_scan", swap)
     with pytest.raises(OSError, match=r"directory|symbolic"):
@@ -526,7 +526,7 @@ def test_a_link_put_in_the_place_of_a_directory_is_not_followed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_a_call_that_signals_all_it_may_reaches_itself_alone(
+async def test_call_that_signals_all_it_may_reaches_itself_alone(
     pool: Pool, number: signal.Signals
 ) -> None:
     code = f"import os\nif os.fork() == 0: os.kill(-1, {int(number)})\nos.kill(-1, {int(number)})"

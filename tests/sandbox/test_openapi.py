@@ -53,33 +53,33 @@ def made(*routes: Route, refusals: Responses | None = None, guarded: str = "") -
     )
 
 
-async def test_a_handler_is_called_with_its_service() -> None:
+async def test_handler_is_called_with_its_service() -> None:
     app = web.Application()
     add_routes(app.router, [route("/files/{name:.+}")], Answerer("It is"))
     for method in ("GET", "HEAD"):
         request = make_mocked_request(method, "/files/a/b")
-        found = await app.router.resolve(request)
-        request._match_info = found
-        response = await found.handler(request)
+        result = await app.router.resolve(request)
+        request._match_info = result
+        response = await result.handler(request)
         assert isinstance(response, web.Response)
         assert response.text == "It is {'name': 'a/b'}"
 
 
 def test_patterns_are_left_out_of_the_document() -> None:
-    one = route("/v1/{name:[a-z]{2}.+}/long-batch/{id}")
-    assert one.template == "/v1/{name}/long-batch/{id}"
-    assert one.id == "get_v1_name_long_batch_id"
+    first = route("/v1/{name:[a-z]{2}.+}/long-batch/{id}")
+    assert first.template == "/v1/{name}/long-batch/{id}"
+    assert first.id == "get_v1_name_long_batch_id"
 
 
-def test_a_route_without_responses_is_not_in_the_document() -> None:
+def test_route_without_responses_is_not_in_the_document() -> None:
     assert list(made(route("/a"), route("/socket", {}))["paths"]) == ["/a"]
 
 
 def test_refusals_are_added_unless_the_route_has_its_own() -> None:
     refusals: Responses = {"default": Response("Refused."), 404: Response("Unknown.")}
-    own: Responses = {200: Response("Done."), 404: Response("No such file.")}
-    responses = made(route("/a", own), refusals=refusals)["paths"]["/a"]["get"]["responses"]
-    assert {status: one["description"] for status, one in responses.items()} == {
+    local: Responses = {200: Response("Done."), 404: Response("No such file.")}
+    responses = made(route("/a", local), refusals=refusals)["paths"]["/a"]["get"]["responses"]
+    assert {status: first["description"] for status, first in responses.items()} == {
         "200": "Done.",
         "404": "No such file.",
         "default": "Refused.",
@@ -88,22 +88,22 @@ def test_refusals_are_added_unless_the_route_has_its_own() -> None:
 
 def test_401_is_a_response_of_routes_that_need_the_token() -> None:
     refusals: Responses = {401: Response("No token.")}
-    whole = made(route("/a"), route("/b"), refusals=refusals, guarded="/b")
-    free, guarded = (whole["paths"][path]["get"] for path in ("/a", "/b"))
+    complete = made(route("/a"), route("/b"), refusals=refusals, guarded="/b")
+    free, guarded = (complete["paths"][path]["get"] for path in ("/a", "/b"))
     assert list(free["responses"]) == ["200"]
     assert "security" not in free
     assert list(guarded["responses"]) == ["200", "401"]
     assert guarded["security"] == [{"token": []}]
-    assert "token" in whole["components"]["securitySchemes"]
+    assert "token" in complete["components"]["securitySchemes"]
     assert "securitySchemes" not in made(route("/a"), refusals=refusals)["components"]
 
 
-def test_a_body_is_described_by_its_media_type() -> None:
+def test_body_is_described_by_its_media_type() -> None:
     response = Response(
         "Done.", {JSON: int, JSON_LINES: int, EVENTS: int | None, TEXT: str}, last_event="end"
     )
-    whole = made(route("/a", {200: response}))
-    content = whole["paths"]["/a"]["get"]["responses"]["200"]["content"]
+    complete = made(route("/a", {200: response}))
+    content = complete["paths"]["/a"]["get"]["responses"]["200"]["content"]
     event = {
         "type": "string",
         "contentMediaType": JSON,
@@ -121,7 +121,7 @@ def test_a_body_is_described_by_its_media_type() -> None:
     }
 
 
-def test_a_model_is_defined_once_for_requests_and_once_for_responses() -> None:
+def test_model_is_defined_once_for_requests_and_once_for_responses() -> None:
     schemas = made(route("/a", {200: Response("Done.", {JSON: Question})}, Question))
     named = schemas["components"]["schemas"]
     assert sorted(named) == ["Question-Input", "Question-Output"]
@@ -129,17 +129,19 @@ def test_a_model_is_defined_once_for_requests_and_once_for_responses() -> None:
     assert "default" not in named["Question-Output"]["properties"]["text"]
 
 
-def test_the_sandboxs_routes_have_unique_ids_and_their_models() -> None:
-    whole = document(ROUTES, info={}, needs_token=lambda _: True, refusals={})
-    operations = [one for methods in whole["paths"].values() for one in methods.values()]
-    ids = {one["operationId"] for one in operations}
+def test_sandboxs_routes_have_unique_ids_and_their_models() -> None:
+    complete = document(ROUTES, info={}, needs_token=lambda _: True, refusals={})
+    operations = [first for methods in complete["paths"].values() for first in methods.values()]
+    ids = {first["operationId"] for first in operations}
     assert len(ids) == len(operations) == len(ROUTES) - 1  # not the WebSocket
     assert all(name.isidentifier() for name in ids)
     bodies = {
         path: methods["post"]["requestBody"]
-        for path, methods in whole["paths"].items()
+        for path, methods in complete["paths"].items()
         if "post" in methods
     }
     assert [path for path, body in bodies.items() if not body["required"]] == ["/v1/sessions"]
-    named = {ref.partition('"')[0] for ref in json.dumps(whole).split("/components/schemas/")[1:]}
-    assert named == set(whole["components"]["schemas"])
+    named = {
+        ref.partition('"')[0] for ref in json.dumps(complete).split("/components/schemas/")[1:]
+    }
+    assert named == set(complete["components"]["schemas"])

@@ -22,9 +22,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_owner_is_alone_until_it_leaves(folder: Path) -> None:
     with is_only_owner("pool") as is_alone:
         assert is_alone
-        with is_only_owner("pool") as second, is_only_owner("lake") as other:
+        with is_only_owner("pool") as second, is_only_owner("lake") as another:
             assert not second
-            assert other
+            assert another
     with is_only_owner("pool") as again:
         assert again
     assert not [*folder.iterdir()]

@@ -110,7 +110,7 @@ async def test_stdin_of_any_size_is_a_file_of_its_own(pool: Pool, size: int) -> 
     assert result.result == repr((size, {"x"}, [])), result
 
 
-async def test_a_cell_has_its_stdin_where_its_directory_is_full() -> None:
+async def test_cell_has_its_stdin_where_its_directory_is_full() -> None:
     fill = "import os\nf = open('big', 'wb', 0)\n"
     fill += (
         "try:\n  while True: f.write(bytes(1 << 16))\nexcept OSError as error: full = error.errno"
@@ -132,7 +132,7 @@ async def test_traceback_shows_the_program_alone(pool: Pool) -> None:
     assert result.stdout == "a\n"
 
 
-async def test_a_traceback_marks_the_place_in_the_last_line(pool: Pool) -> None:
+async def test_traceback_marks_the_place_in_the_last_line(pool: Pool) -> None:
     result = await pool.run("x = 0\n1 / x")
     assert "    1 / x\n    ~~^~~\n" in result.stderr
 
@@ -220,7 +220,7 @@ async def test_output_in_packets_is_read_whole(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("separator", ["\f", "\v", "\x1c", "\x85", "\u2028", "\r", "\r\n"])
-async def test_a_traceback_shows_the_line_that_failed(pool: Pool, separator: str) -> None:
+async def test_traceback_shows_the_line_that_failed(pool: Pool, separator: str) -> None:
     code = f'text = """a{separator}b"""\n# {separator}\nvalue = 0\n1 / value\nlast = 1'
     result = await pool.run(code.replace("\n", "\r\n") if separator == "\r" else code)
     assert result.error is not None
@@ -240,7 +240,7 @@ async def test_a_traceback_shows_the_line_that_failed(pool: Pool, separator: str
         ("'\u00e9;'; rows;", None),
     ],
 )
-async def test_a_semicolon_hides_the_last_value(pool: Pool, cell: str, shown: str | None) -> None:
+async def test_semicolon_hides_the_last_value(pool: Pool, cell: str, shown: str | None) -> None:
     async with pool.session() as session:
         await session.run("rows = 3")
         result = await session.run(cell)
@@ -317,8 +317,8 @@ async def test_waiting_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) 
         assert order == ["fourth overloaded", "second ok", "third ok"]
 
 
-async def test_a_call_of_a_lost_worker_runs_again() -> None:
-    others = set(children(os.getpid()))
+async def test_call_of_a_lost_worker_runs_again() -> None:
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool:
         results = []
         code = f"{endless_before(time.time())}\nprint(1)"
@@ -329,7 +329,7 @@ async def test_a_call_of_a_lost_worker_runs_again() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(call)
             await wait_until(lambda: pool.stats()["busy"] == 1)
-            for pid in started_since(others):
+            for pid in started_since(remaining):
                 kill(pid)
         (result,) = results
         assert (result.stdout, result.attempt) == ("1\n", 2)
@@ -337,7 +337,7 @@ async def test_a_call_of_a_lost_worker_runs_again() -> None:
         assert pool.stats()["lost"] == 1
 
 
-async def test_a_worker_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.slots.RECYCLE_AFTER", 3)
     async with Pool(SINGLE) as pool:
         workers = [(await pool.run("1")).worker_id for _ in range(7)]
@@ -362,7 +362,7 @@ async def test_without_a_waiting_room_free_slots_still_serve(
             assert (await session.run("2")).ok
 
 
-async def test_a_worker_is_recycled_beside_a_session_that_lives_on(
+async def test_worker_is_recycled_beside_a_session_that_lives_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The session outlives its worker's share of calls, as one that lasts an hour would."""
@@ -471,7 +471,7 @@ async def vanish(
         return await pool.run("1")
 
 
-async def test_a_call_that_loses_two_workers_the_second_alone_is_killed(
+async def test_call_that_loses_two_workers_the_second_alone_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a program could make its own failure look like one of infrastructure."""
@@ -482,7 +482,7 @@ async def test_a_call_that_loses_two_workers_the_second_alone_is_killed(
     assert "it vanished" in result.error.message
 
 
-async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_moment(
+async def test_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = await vanish(monkeypatch, Vanishing(together=True), 2)
@@ -508,70 +508,70 @@ class Grants:
         return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
 
-def test_a_worker_runs_one_call_at_a_time() -> None:
-    here = Grants(2, max_running=2)
-    calls = [here.ask() for _ in range(4)]
-    assert here.given(*calls) == [0, 1, None, None]
-    here.queue.free(here.workers[1])
-    assert here.given(*calls) == [0, 1, 1, None]
+def test_worker_runs_one_call_at_a_time() -> None:
+    near = Grants(2, max_running=2)
+    calls = [near.ask() for _ in range(4)]
+    assert near.given(*calls) == [0, 1, None, None]
+    near.queue.free(near.workers[1])
+    assert near.given(*calls) == [0, 1, 1, None]
 
 
-def test_a_session_owns_its_worker_and_its_cells_wait_for_their_turn() -> None:
-    here = Grants(3, max_running=2)
-    session = here.ask(Need.SESSION)
-    assert here.given(session) == [0]
-    first = here.workers[0]
-    calls = [here.ask() for _ in range(3)]
-    assert here.given(*calls) == [1, 2, None]
-    cell = here.ask(Need.CELL, first)
-    assert here.given(cell) == [None]  # two run already
-    here.queue.free(here.workers[2])
-    assert here.given(calls[2], cell) == [2, None]  # it has waited for longer
-    here.queue.free(here.workers[2])
-    assert here.given(cell) == [0]
-    here.queue.free(first)
-    here.queue.free_session(first)
-    assert here.given(here.ask()) == [0]
+def test_session_owns_its_worker_and_its_cells_wait_for_their_turn() -> None:
+    near = Grants(3, max_running=2)
+    session = near.ask(Need.SESSION)
+    assert near.given(session) == [0]
+    first = near.workers[0]
+    calls = [near.ask() for _ in range(3)]
+    assert near.given(*calls) == [1, 2, None]
+    cell = near.ask(Need.CELL, first)
+    assert near.given(cell) == [None]  # two run already
+    near.queue.free(near.workers[2])
+    assert near.given(calls[2], cell) == [2, None]  # it has waited for longer
+    near.queue.free(near.workers[2])
+    assert near.given(cell) == [0]
+    near.queue.free(first)
+    near.queue.free_session(first)
+    assert near.given(near.ask()) == [0]
 
 
-def test_a_session_waits_for_an_idle_worker_and_calls_behind_it_do_not_pass_it() -> None:
-    here = Grants(1, max_running=1)
-    first, session, second = here.ask(), here.ask(Need.SESSION), here.ask()
-    assert here.given(first, session, second) == [0, None, None]
-    here.queue.free(here.workers[0])
-    assert here.given(session, second) == [0, None]
+def test_session_waits_for_an_idle_worker_and_calls_behind_it_do_not_pass_it() -> None:
+    near = Grants(1, max_running=1)
+    first, session, second = near.ask(), near.ask(Need.SESSION), near.ask()
+    assert near.given(first, session, second) == [0, None, None]
+    near.queue.free(near.workers[0])
+    assert near.given(session, second) == [0, None]
 
 
 def test_calls_pass_a_session_for_which_there_is_no_room() -> None:
-    here = Grants(3, max_running=2, max_sessions=1)
-    sessions = [here.ask(Need.SESSION), here.ask(Need.SESSION)]
-    assert here.given(*sessions, here.ask()) == [0, None, 1]
-    here.queue.free_session(here.workers[0])
-    assert here.given(sessions[1]) == [0]
+    near = Grants(3, max_running=2, max_sessions=1)
+    sessions = [near.ask(Need.SESSION), near.ask(Need.SESSION)]
+    assert near.given(*sessions, near.ask()) == [0, None, 1]
+    near.queue.free_session(near.workers[0])
+    assert near.given(sessions[1]) == [0]
 
 
-def test_a_waiter_that_gives_up_leaves_its_worker_to_others() -> None:
-    here = Grants(1, max_running=1)
-    first, session, second = here.ask(), here.ask(Need.SESSION), here.ask()
-    here.queue.leave(session)
-    here.queue.leave(first)
-    assert here.given(second) == [0]
-    assert (here.queue.num_waiting, here.queue.num_waiting_sessions) == (0, 0)
+def test_waiter_that_gives_up_leaves_its_worker_to_others() -> None:
+    near = Grants(1, max_running=1)
+    first, session, second = near.ask(), near.ask(Need.SESSION), near.ask()
+    near.queue.leave(session)
+    near.queue.leave(first)
+    assert near.given(second) == [0]
+    assert (near.queue.num_waiting, near.queue.num_waiting_sessions) == (0, 0)
 
 
-def test_a_call_that_runs_again_goes_first() -> None:
-    here = Grants(1, max_running=1)
-    first, second = here.ask(), here.ask()
-    again = here.queue.enter(again=True)
-    here.queue.free(here.workers[0])
-    assert here.given(first, second, again) == [0, None, 0]
+def test_call_that_runs_again_goes_first() -> None:
+    near = Grants(1, max_running=1)
+    first, second = near.ask(), near.ask()
+    again = near.queue.enter(again=True)
+    near.queue.free(near.workers[0])
+    assert near.given(first, second, again) == [0, None, 0]
 
 
-async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.3)
-    others = set(children(os.getpid()))
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool:
-        frozen = started_since(others)
+        frozen = started_since(remaining)
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
         await wait_until(lambda: pool.stats()["lost"] == 1)
@@ -581,21 +581,21 @@ async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatc
         assert (await pool.run("1")).ok
 
 
-async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_beats(
+async def test_worker_that_answers_lives_until_it_has_been_silent_for_some_beats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.01)
-    link, asked = Link("x"), []
+    link, requests = Link("x"), []
 
     def answer(data: bytes) -> None:
-        asked.extend(FrameReader().feed(data))
-        if len(asked) <= 20:
+        requests.extend(FrameReader().feed(data))
+        if len(requests) <= 20:
             link.feed(encode({"op": "pong"}))
 
     link.write = answer
     with anyio.fail_after(patient(15)):
         await link.watch()
-    assert len(asked) == 20 + MAX_SILENT_BEATS
+    assert len(requests) == 20 + MAX_SILENT_BEATS
     assert "it was silent for" in link.why
 
 
@@ -613,7 +613,7 @@ def change_workers(monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: 
     monkeypatch.setattr(backend, "_read_worker", lambda: sources)
 
 
-async def test_a_call_that_takes_a_zygote_with_it_is_judged_for_its_memory(
+async def test_call_that_takes_a_zygote_with_it_is_judged_for_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel ends a zygote if nothing else is left in the cgroup to end."""
@@ -630,7 +630,7 @@ async def test_a_call_that_takes_a_zygote_with_it_is_judged_for_its_memory(
         assert pool.stats()["lost"] == 0
 
 
-async def test_the_time_of_a_program_counts_from_when_it_begins(
+async def test_time_of_a_program_counts_from_when_it_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_children(monkeypatch, "time.sleep(0.7)")
@@ -655,7 +655,7 @@ async def is_ok(pool: Pool, code: str, timeout_s: float) -> None:
     ],
 )
 @pytest.mark.full
-async def test_a_fault_before_the_program_begins_is_ours(
+async def test_fault_before_the_program_begins_is_ours(
     monkeypatch: pytest.MonkeyPatch, fault: str, says: str
 ) -> None:
     break_children(monkeypatch, fault)
@@ -670,14 +670,14 @@ async def test_a_fault_before_the_program_begins_is_ours(
         assert pool.stats()["lost"] == 0
 
 
-async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.slots.GRACE_S", 0.3)
-    others = set(children(os.getpid()))
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool:
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
             await wait_until(lambda: pool.stats()["busy"] == 1)
-            frozen = started_since(others)
+            frozen = started_since(remaining)
             for pid in frozen:
                 os.kill(pid, signal.SIGSTOP)
             group.cancel_scope.cancel()
@@ -689,18 +689,18 @@ async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.Monk
     await wait_until(lambda: not any(map(runs, frozen)))
 
 
-async def test_a_closed_pool_leaves_no_processes_or_files(
+async def test_closed_pool_leaves_no_processes_or_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.chmod(tmp_path, 0o755)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    others = set(children(os.getpid()))
+    remaining = set(children(os.getpid()))
     async with Pool(BARE) as pool:
         async with pool.session() as session:
             await session.run("x = 1")
         await pool.run("import os, time\nif os.fork() == 0: os.setsid(); time.sleep(600)")
-        family = started_since(others)
-    assert set(children(os.getpid())) <= others
+        family = started_since(remaining)
+    assert set(children(os.getpid())) <= remaining
     await wait_until(lambda: not any(map(runs, family)))
     assert os.listdir(tmp_path) == []
 
@@ -712,8 +712,8 @@ async def test_session_keeps_its_variables(pool: Pool) -> None:
         assert (await session.run("1 / 0")).status is CallStatus.ERROR
         assert (await session.run("import sys; sys.exit(2)")).exit_code == 2
         assert (await session.run("input() + str(x)", stdin="in")).result == "'in41'"
-        async with pool.session() as other:
-            assert (await other.run("x")).error is not None
+        async with pool.session() as another:
+            assert (await another.run("x")).error is not None
     assert pool.stats()["sessions"] == 0
 
 
@@ -725,7 +725,7 @@ async def test_session_survives_a_timeout_that_it_heeds(pool: Pool) -> None:
         assert (await session.run("x")).result == "1"
 
 
-async def test_a_killed_session_is_an_explicit_error(pool: Pool) -> None:
+async def test_killed_session_is_an_explicit_error(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)")
         late = await session.run("time.sleep(600)", timeout_s=0.2)
@@ -736,11 +736,11 @@ async def test_a_killed_session_is_an_explicit_error(pool: Pool) -> None:
     assert (await pool.run("1")).ok
 
 
-async def test_a_session_is_lost_with_its_worker() -> None:
-    others = set(children(os.getpid()))
+async def test_session_is_lost_with_its_worker() -> None:
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool, pool.session() as session:
         await session.run("x = 1")
-        for pid in started_since(others):
+        for pid in started_since(remaining):
             kill(pid)
         await wait_until(lambda: session.lost)
         with pytest.raises(SessionLost):
@@ -754,7 +754,7 @@ async def test_no_engine_is_said_plainly() -> None:
             pass
 
 
-async def test_the_body_s_exception_comes_out_unchanged() -> None:
+async def test_body_s_exception_comes_out_unchanged() -> None:
     with pytest.raises(LookupError, match="mine"):
         async with Pool(BARE):
             raise LookupError("mine")
@@ -795,7 +795,7 @@ def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
+async def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
     """After kill -9 the workers notice the closed connection; directories are removed at the
     next start."""
     os.chmod(tmp_path, 0o755)
@@ -892,7 +892,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-async def test_a_program_does_what_it_does_elsewhere(pool: Pool, program: str) -> None:
+async def test_program_does_what_it_does_elsewhere(pool: Pool, program: str) -> None:
     code, expected = PROGRAMS[program]
     result = await pool.run(code)
     assert result.status is CallStatus.OK, result
@@ -920,7 +920,7 @@ async def test_random_numbers_differ_from_call_to_call(pool: Pool, code: str, st
     assert len({result.stdout for result in results}) == 3
 
 
-async def test_a_session_keeps_its_seed(pool: Pool) -> None:
+async def test_session_keeps_its_seed(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("import random; random.seed(42)")
         assert (await session.run("random.random()")).result == "0.6394267984578837"
@@ -939,7 +939,7 @@ async def test_invalid_calls_are_refused_and_take_no_slot(
     assert pool.stats()["busy"] == 0
 
 
-async def test_a_pool_that_is_not_open_says_so() -> None:
+async def test_pool_that_is_not_open_says_so() -> None:
     pool = Pool(BARE)
     with pytest.raises(RuntimeError, match="not open"):
         await pool.run("1")
@@ -961,14 +961,14 @@ async def test_a_pool_that_is_not_open_says_so() -> None:
             pass
 
 
-async def test_a_closed_session_stays_closed(pool: Pool) -> None:
+async def test_closed_session_stays_closed(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("x = 1")
     with pytest.raises(SessionLost, match="closed"):
         await session.run("1 + 1")
 
 
-def test_a_directory_however_deep_is_emptied(tmp_path: Path) -> None:
+def test_directory_however_deep_is_emptied(tmp_path: Path) -> None:
     """The directory is deeper than recursion or a path permits, and closed on the way."""
     at = os.open(tmp_path, os.O_RDONLY)
     for n in range(1500):

@@ -42,7 +42,7 @@ def config(job: Program = JOB, **about: Any) -> dict[str, Any]:
     return program_config(job, PoolSettings(memory_mib=128), "image:1", about)
 
 
-def test_the_walls_of_a_program() -> None:
+def test_walls_of_a_program() -> None:
     host = config()["HostConfig"]
     assert host["CapDrop"] == ["ALL"]
     assert host["SecurityOpt"] == ["no-new-privileges"]
@@ -56,20 +56,20 @@ def test_the_walls_of_a_program() -> None:
 
 
 @pytest.mark.parametrize("user", ["", "0", "root", "root:root", "0:0"])
-def test_a_program_never_runs_as_root(user: str) -> None:
+def test_program_never_runs_as_root(user: str) -> None:
     assert config(User=user)["User"] == NOBODY
 
 
-def test_a_program_runs_as_the_images_user_where_the_image_says() -> None:
-    found = config(User="app", WorkingDir="/app")
-    assert (found["User"], found["WorkingDir"]) == ("app", "/app")
+def test_program_runs_as_the_images_user_where_the_image_says() -> None:
+    result = config(User="app", WorkingDir="/app")
+    assert (result["User"], result["WorkingDir"]) == ("app", "/app")
     with_folder = Program(JOB.command, JOB.socket, folder=Path("/host/mine"))
     assert config(with_folder, WorkingDir="/app")["WorkingDir"] == "/agent"
     assert config()["WorkingDir"] == "/tmp"
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=KEPT_BYTES))))
-def test_the_end_of_each_stream_is_kept(parts: list[tuple[int, bytes]]) -> None:
+def test_end_of_each_stream_is_kept(parts: list[tuple[int, bytes]]) -> None:
     total = sum(len(data) for _, data in parts)
     output, exact = ProgramOutput(total - 1), ProgramOutput(total)
     for number, data in parts:
@@ -141,11 +141,11 @@ async def entry(command: list[str], path: Path, stdin: str = "") -> anyio.abc.Pr
 async def ended(process: anyio.abc.Process) -> tuple[int, str, str]:
     assert process.stdout is not None
     assert process.stderr is not None
-    said = []
+    stated = []
     for stream in (process.stdout, process.stderr):
-        said.append(b"".join([data async for data in stream]).decode())
+        stated.append(b"".join([data async for data in stream]).decode())
     async with process:
-        return await process.wait(), said[0], said[1]
+        return await process.wait(), stated[0], stated[1]
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,12 @@ async def ended(process: anyio.abc.Process) -> tuple[int, str, str]:
         (["/"], 126, "agentloop: /: Permission denied\n"),
     ],
 )
-async def test_the_exit_status_is_the_commands(
-    command: list[str], status: int, stderr: str
-) -> None:
+async def test_exit_status_is_the_commands(command: list[str], status: int, stderr: str) -> None:
     process = await entry(command, Path("/nothing"))
     assert await ended(process) == (status, "", stderr)
 
 
-async def test_the_task_is_on_standard_input_however_long() -> None:
+async def test_task_is_on_standard_input_however_long() -> None:
     long = "é" * 1_000_000
     process = await entry(["wc", "-c"], Path("/nothing"), stdin=long)
     status, stdout, _ = await ended(process)
@@ -187,7 +185,7 @@ raise SystemExit(5)
     assert (await ended(process))[:2] == (5, "waited\n")
 
 
-async def test_a_port_leads_to_the_socket() -> None:
+async def test_port_leads_to_the_socket() -> None:
     code = """
 import socket
 def ask(text):
@@ -206,7 +204,7 @@ print(ask(b"hello"), ask(b"x" * 3_000_000) == b"X" * 3_000_000)
     assert (status, stdout, stderr) == (0, "b'HELLO' True\n", "")
 
 
-async def test_a_model_that_is_gone_closes_the_connection() -> None:
+async def test_model_that_is_gone_closes_the_connection() -> None:
     code = """
 import socket
 with socket.create_connection(("127.0.0.1", PORT)) as one:
@@ -218,7 +216,7 @@ with socket.create_connection(("127.0.0.1", PORT)) as one:
     assert "the model's socket: " in stderr
 
 
-async def test_a_program_ends_with_its_owner() -> None:
+async def test_program_ends_with_its_owner() -> None:
     process = await entry(["sh", "-c", "echo $$; exec sleep 600"], Path("/nothing"))
     assert process.stdin is not None
     assert process.stdout is not None
@@ -231,7 +229,7 @@ async def test_a_program_ends_with_its_owner() -> None:
         await process.aclose()
 
 
-async def test_the_entry_ends_if_its_owner_goes_before_there_is_a_job() -> None:
+async def test_entry_ends_if_its_owner_goes_before_there_is_a_job() -> None:
     done = subprocess.run(  # noqa: ASYNC221 - it ends at once
         [sys.executable, "-I", "-S", "-c", ENTRY], stdin=subprocess.DEVNULL, check=False
     )

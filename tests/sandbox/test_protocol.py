@@ -16,10 +16,10 @@ def test_frames_survive_any_chunking() -> None:
     data = b"".join(map(encode, messages))
     for size in (1, 3, 7, 4096, len(data)):
         reader = FrameReader()
-        seen = []
+        observed = []
         for start in range(0, len(data), size):
-            seen += reader.feed(data[start : start + size])
-        assert seen == messages
+            observed += reader.feed(data[start : start + size])
+        assert observed == messages
 
 
 def test_lone_surrogates_pass() -> None:
@@ -48,7 +48,7 @@ def test_nonsense_is_refused(data: bytes, why: str) -> None:
     memory_bytes=st.integers(0, 1 << 50),
 )
 @settings(deadline=None)
-def test_a_job_is_unpacked_as_it_was_packed(
+def test_job_is_unpacked_as_it_was_packed(
     code: str, stdin: bytes, timeout_s: float, lasting: bool, memory_bytes: int
 ) -> None:
     packed = pack_job(code, timeout_s, lasting, memory_bytes)

@@ -78,13 +78,13 @@ def over(*hosts: Host, **more: Any) -> Pool:
     return Pool(PoolSettings(hosts=[host.url for host in hosts], **more))
 
 
-async def test_a_call_on_a_host() -> None:
-    async with host() as there, over(there) as pool:
+async def test_call_on_a_host() -> None:
+    async with host() as far, over(far) as pool:
         result = await pool.run("print(input())\n6 * 7", stdin="größe \ud800")
         assert (result.status, result.stdout, result.result) == (CallStatus.OK, "größe ?\n", "42")
         assert (result.attempt, result.worker_id) == (
             1,
-            there.pool._queue.workers[0].link.worker_id,
+            far.pool._queue.workers[0].link.worker_id,
         )
         failed = await pool.run("1 / 0")
         assert failed.error is not None
@@ -93,12 +93,12 @@ async def test_a_call_on_a_host() -> None:
         assert greedy.status is CallStatus.OOM
         stats = pool.stats()
         assert (stats["backend"], stats["workers"], stats["slots"]) == ("host", 1, 8)
-        assert stats["layers"] == there.pool.stats()["layers"]
+        assert stats["layers"] == far.pool.stats()["layers"]
 
 
 async def test_many_calls_over_two_hosts_each_its_own_answer() -> None:
     answers: dict[int, CallResult] = {}
-    async with host() as one, host() as two, over(one, two) as pool:
+    async with host() as single, host() as two, over(single, two) as pool:
 
         async def call(n: int) -> None:
             answers[n] = await pool.run(f"{n} * 2")
@@ -106,9 +106,7 @@ async def test_many_calls_over_two_hosts_each_its_own_answer() -> None:
         async with anyio.create_task_group() as group:
             for n in range(200):
                 group.start_soon(call, n)
-        workers = {
-            w.link.worker_id: there for there in (one, two) for w in there.pool._queue.workers
-        }
+        workers = {w.link.worker_id: far for far in (single, two) for w in far.pool._queue.workers}
     assert {n: answer.result for n, answer in answers.items()} == {
         n: str(2 * n) for n in range(200)
     }
@@ -130,10 +128,10 @@ async def test_calls_go_where_others_are_not() -> None:
         group.cancel_scope.cancel()
 
 
-async def test_a_call_of_a_lost_host_runs_on_another() -> None:
-    async with host() as one:
+async def test_call_of_a_lost_host_runs_on_another() -> None:
+    async with host() as single:
         code = f"{endless_before(time.time())}\n7"
-        async with host() as two, over(one, two) as pool:
+        async with host() as two, over(single, two) as pool:
             results: list[CallResult] = []
 
             async def call() -> None:
@@ -142,16 +140,16 @@ async def test_a_call_of_a_lost_host_runs_on_another() -> None:
             async with anyio.create_task_group() as group:
                 for _ in range(4):
                     group.start_soon(call)
-                await wait_until(lambda: (one.pool.stats()["busy"], len(results)) == (2, 2))
-                await one.stop()
+                await wait_until(lambda: (single.pool.stats()["busy"], len(results)) == (2, 2))
+                await single.stop()
             assert [result.result for result in results] == ["7"] * 4
             assert [result.attempt for result in results] == [1, 1, 2, 2]
-            assert one.pool.stats()["busy"] == 0
+            assert single.pool.stats()["busy"] == 0
             assert pool.stats()["workers"] == 1
 
 
 @pytest.mark.full
-async def test_a_host_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.pool.BACKOFF_S", (0.1,))
     async with host() as first, over(first) as pool, anyio.create_task_group() as group:
         await first.stop()
@@ -162,9 +160,9 @@ async def test_a_host_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPa
             await wait_until(lambda: pool.stats()["calls"] == {"ok": 1})
 
 
-async def test_a_pool_opens_if_at_least_one_host_responds() -> None:
-    async with host() as there:
-        hosts = [there.url, "http://127.0.0.1:1"]
+async def test_pool_opens_if_at_least_one_host_responds() -> None:
+    async with host() as far:
+        hosts = [far.url, "http://127.0.0.1:1"]
         async with Pool(PoolSettings(hosts=hosts)) as pool:
             assert (await pool.run("1")).ok
     with pytest.raises(SandboxUnavailable, match="cannot connect to the host"):
@@ -172,7 +170,7 @@ async def test_a_pool_opens_if_at_least_one_host_responds() -> None:
             pass
 
 
-async def test_a_host_that_accepts_and_says_nothing_is_not_waited_for() -> None:
+async def test_host_that_accepts_and_says_nothing_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         pool = Pool(PoolSettings(hosts=[url], start_timeout_s=0.2))
@@ -184,35 +182,35 @@ async def test_a_host_that_accepts_and_says_nothing_is_not_waited_for() -> None:
 
 
 async def test_cancelling_the_caller_kills_the_call_over_there() -> None:
-    async with host() as there, over(there) as pool:
+    async with host() as far, over(far) as pool:
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
-            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            await wait_until(lambda: far.pool.stats()["busy"] == 1)
             group.cancel_scope.cancel()
-        await wait_until(lambda: there.pool.stats()["busy"] == 0)
+        await wait_until(lambda: far.pool.stats()["busy"] == 0)
         await wait_until(lambda: pool.stats()["busy"] == 0)
         assert (await pool.run("1")).ok
 
 
-async def test_a_pool_that_ends_takes_its_calls_and_sessions_with_it() -> None:
-    async with host() as there:
-        async with over(there) as pool, anyio.create_task_group() as group, pool.session() as s:
+async def test_pool_that_ends_takes_its_calls_and_sessions_with_it() -> None:
+    async with host() as far:
+        async with over(far) as pool, anyio.create_task_group() as group, pool.session() as s:
             await s.run("1")
             group.start_soon(pool.run, FOREVER, "", 600)
-            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            await wait_until(lambda: far.pool.stats()["busy"] == 1)
             group.cancel_scope.cancel()
-        await wait_until(lambda: there.pool.stats()["busy"] == 0)
-        await wait_until(lambda: there.pool.stats()["sessions"] == 0)
+        await wait_until(lambda: far.pool.stats()["busy"] == 0)
+        await wait_until(lambda: far.pool.stats()["sessions"] == 0)
 
 
-async def test_a_session_on_a_host() -> None:
-    async with host() as there, over(there) as pool:
-        async with pool.session() as session, pool.session() as other:
+async def test_session_on_a_host() -> None:
+    async with host() as far, over(far) as pool:
+        async with pool.session() as session, pool.session() as another:
             await session.run("x = 41")
             assert (await session.run("x + 1")).result == "42"
-            assert (await other.run("x")).error is not None
-            assert there.pool.stats()["sessions"] == 2
-        await wait_until(lambda: there.pool.stats()["sessions"] == 0)
+            assert (await another.run("x")).error is not None
+            assert far.pool.stats()["sessions"] == 2
+        await wait_until(lambda: far.pool.stats()["sessions"] == 0)
 
 
 async def lost_by(session: Session) -> LostBy:
@@ -221,8 +219,8 @@ async def lost_by(session: Session) -> LostBy:
     return lost.value.by
 
 
-async def test_a_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
-    async with host() as there, over(there) as pool:
+async def test_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
+    async with host() as far, over(far) as pool:
         async with pool.session() as session:
             assert (await session.run("import os; os._exit(1)")).exit_code == 1
             assert session.lost_by is LostBy.PROGRAM
@@ -234,43 +232,43 @@ async def test_a_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
         assert (await pool.run("1")).ok
 
 
-async def test_a_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> None:
-    async with host() as there, over(there) as pool, pool.session() as session:
+async def test_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> None:
+    async with host() as far, over(far) as pool, pool.session() as session:
         await session.run("x = 1")
-        there.pool._queue.workers[0].link.lose("it died")
+        far.pool._queue.workers[0].link.lose("it died")
         assert await lost_by(session) is LostBy.INFRASTRUCTURE
         assert session.lost_by is LostBy.INFRASTRUCTURE
 
 
 async def test_after_a_cancelled_cell_on_a_host_the_session_is_lost() -> None:
-    async with host() as there, over(there) as pool, pool.session() as session:
+    async with host() as far, over(far) as pool, pool.session() as session:
         await session.run("1")
         async with anyio.create_task_group() as group:
             group.start_soon(session.run, FOREVER, "", 600)
-            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            await wait_until(lambda: far.pool.stats()["busy"] == 1)
             group.cancel_scope.cancel()
         assert await lost_by(session) is LostBy.CALLER
-        await wait_until(lambda: pool.stats()["busy"] == there.pool.stats()["busy"] == 0)
-        assert there.pool.stats()["lost"] == 0
+        await wait_until(lambda: pool.stats()["busy"] == far.pool.stats()["busy"] == 0)
+        assert far.pool.stats()["lost"] == 0
 
 
-async def test_a_session_that_is_closed_while_a_host_has_none_free_is_not_opened() -> None:
-    async with host(max_sessions=1) as there, over(there) as pool, over(there) as other:
+async def test_session_that_is_closed_while_a_host_has_none_free_is_not_opened() -> None:
+    async with host(max_sessions=1) as far, over(far) as pool, over(far) as another:
         async with pool.session() as first, anyio.create_task_group() as group:
             await first.run("1")
-            async with other.session() as second:
+            async with another.session() as second:
                 group.start_soon(second.run, "1")
-                await wait_until(lambda: other.stats()["busy"] == 1)
-            await wait_until(lambda: other.stats()["busy"] == 0)
-        await wait_until(lambda: there.pool.stats()["sessions"] == 0)
+                await wait_until(lambda: another.stats()["busy"] == 1)
+            await wait_until(lambda: another.stats()["busy"] == 0)
+        await wait_until(lambda: far.pool.stats()["sessions"] == 0)
 
 
-async def test_the_token_is_needed() -> None:
-    async with host(token="hush") as there:
-        async with over(there, hosts_token=SecretStr("hush")) as pool:
+async def test_token_is_needed() -> None:
+    async with host(token="hush") as far:
+        async with over(far, hosts_token=SecretStr("hush")) as pool:
             assert (await pool.run("1")).ok
         with pytest.raises(SandboxUnavailable, match="wrong token"):
-            async with over(there):
+            async with over(far):
                 pass
 
 
@@ -295,34 +293,34 @@ class Names(aiohttp.abc.AbstractResolver):
         pass
 
 
-async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of the name is that in agentloop/cli/recipes/paper.toml."""
     monkeypatch.setattr(aiohttp.connector, "DefaultResolver", lambda loop: Names())
-    async with host(token="hush") as there:
-        there.url = there.url.replace("127.0.0.1", "node-4")
-        async with over(there, hosts_token=SecretStr("hush")) as pool:
+    async with host(token="hush") as far:
+        far.url = far.url.replace("127.0.0.1", "node-4")
+        async with over(far, hosts_token=SecretStr("hush")) as pool:
             assert (await pool.run("1")).ok
-    async with host() as there:
-        there.url = there.url.replace("127.0.0.1", "node-4")
+    async with host() as far:
+        far.url = far.url.replace("127.0.0.1", "node-4")
         with pytest.raises(SandboxUnavailable, match="403"):
-            async with over(there):
+            async with over(far):
                 pass
 
 
-async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> None:
-    async with host(workers=1) as there, over(there) as pool:
-        there.pool._calls.MAX_WAITING = 1
+async def test_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> None:
+    async with host(workers=1) as far, over(far) as pool:
+        far.pool._calls.MAX_WAITING = 1
         results: list[CallResult] = []
 
         async def call() -> None:
             results.append(await pool.run("1"))
 
         async with anyio.create_task_group() as group, anyio.create_task_group() as first:
-            first.start_soon(there.pool.run, FOREVER, "", 600)
-            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            first.start_soon(far.pool.run, FOREVER, "", 600)
+            await wait_until(lambda: far.pool.stats()["busy"] == 1)
             began = time.monotonic()
             group.start_soon(call)
-            await wait_until(lambda: there.pool.stats()["waiting"] == 1)
+            await wait_until(lambda: far.pool.stats()["waiting"] == 1)
             refused = await pool.run("1")
             waiting = time.monotonic()
             await anyio.sleep(0.1)
@@ -349,8 +347,8 @@ async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> N
     ],
 )
 async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) -> None:
-    async with host() as there, over(there) as pool, aiohttp.ClientSession() as http:
-        async with http.ws_connect(there.url + "/v1/link") as socket:
+    async with host() as far, over(far) as pool, aiohttp.ClientSession() as http:
+        async with http.ws_connect(far.url + "/v1/link") as socket:
             await socket.send_bytes(garbage)
             with anyio.fail_after(patient(15)):
                 while (last := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
@@ -361,7 +359,7 @@ async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) 
         )
         assert says in (last.extra or "")
         assert (await pool.run("1")).ok
-        await wait_until(lambda: there.pool.stats()["busy"] == 0)
+        await wait_until(lambda: far.pool.stats()["busy"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -376,9 +374,9 @@ async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) 
         ({"session": [1]}, "session: Input should be a valid integer"),
     ],
 )
-async def test_a_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: str) -> None:
-    async with host() as there, aiohttp.ClientSession() as http:
-        async with http.ws_connect(there.url + "/v1/link") as socket:
+async def test_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: str) -> None:
+    async with host() as far, aiohttp.ClientSession() as http:
+        async with http.ws_connect(far.url + "/v1/link") as socket:
             reader = FrameReader()
 
             async def done(frame: dict[str, Any]) -> dict[str, Any]:
@@ -392,11 +390,11 @@ async def test_a_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: 
             answer = await done({"id": 2, **wrong})
             assert answer == {"op": "done", "id": 2, "status": "sandbox_error", "why": says}
             assert (await done({"id": 3}))["result"] == "42"
-        assert there.pool.stats()["calls"] == {"ok": 1}
-        assert there.pool.stats()["lost"] == 0
+        assert far.pool.stats()["calls"] == {"ok": 1}
+        assert far.pool.stats()["lost"] == 0
 
 
-def test_a_result_of_another_version_loses_the_link() -> None:
+def test_result_of_another_version_loses_the_link() -> None:
     link = HostLink("x")
     pending = link.submit({"id": 1, "op": "run", "code": "", "stdin": ""})
     link.feed(encode({"op": "done", "id": 1, "status": "ok", "run_s": 0.1}))
@@ -406,12 +404,12 @@ def test_a_result_of_another_version_loses_the_link() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "box:8010", "http://", ""])
-def test_a_host_is_a_url(url: str) -> None:
+def test_host_is_a_url(url: str) -> None:
     with pytest.raises(pydantic.ValidationError, match="http://host:port"):
         PoolSettings(hosts=[url])
 
 
-async def test_a_host_that_has_moved_is_used_at_its_new_url() -> None:
+async def test_host_that_has_moved_is_used_at_its_new_url() -> None:
     async with host() as old, host() as new, over(old) as pool:
         assert (await pool.run("1")).result == "1"
         pool.move_host(old.url, new.url)

@@ -99,7 +99,7 @@ async def client(pool: Pool) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_a_program_with_every_field(client: Client) -> None:
+async def test_program_with_every_field(client: Client) -> None:
     body = {"code": "print(input())\n6 * 7", "stdin": "größe", "timeout_s": 15}
     status, answer = await client.post("/v1/run", body)
     assert status == 200
@@ -111,7 +111,7 @@ async def test_a_program_with_every_field(client: Client) -> None:
     }  # fmt: skip
 
 
-async def test_a_failing_program_is_an_answer(client: Client) -> None:
+async def test_failing_program_is_an_answer(client: Client) -> None:
     status, answer = await client.post("/v1/run", {"code": "1 / 0"})
     assert (status, answer["status"], answer["error"]["type"]) == (
         200,
@@ -120,7 +120,7 @@ async def test_a_failing_program_is_an_answer(client: Client) -> None:
     )
 
 
-async def test_a_batch_comes_as_each_finishes(pool: Pool, client: Client) -> None:
+async def test_batch_comes_as_each_finishes(pool: Pool, client: Client) -> None:
     calls: list[dict[str, Any]] = [{"code": f"{n} * 2"} for n in range(60)]
     calls[0] = {"code": FOREVER, "timeout_s": 600}
     async with client.http.post(client.url + "/v1/run/batch", json={"calls": calls}) as response:
@@ -133,7 +133,7 @@ async def test_a_batch_comes_as_each_finishes(pool: Pool, client: Client) -> Non
 
 
 @pytest.mark.parametrize("path", ["/v1/run", "/v1/run/batch"])
-async def test_a_client_that_leaves_kills_its_calls(pool: Pool, client: Client, path: str) -> None:
+async def test_client_that_leaves_kills_its_calls(pool: Pool, client: Client, path: str) -> None:
     call = {"code": FOREVER, "timeout_s": 600}
     body = {"calls": [call] * 3} if path.endswith("batch") else call
     async with anyio.create_task_group() as group:
@@ -144,7 +144,7 @@ async def test_a_client_that_leaves_kills_its_calls(pool: Pool, client: Client, 
     assert pool.stats()["waiting"] == 0
 
 
-async def test_a_session_keeps_its_variables(pool: Pool, client: Client) -> None:
+async def test_session_keeps_its_variables(pool: Pool, client: Client) -> None:
     status, opened = await client.post("/v1/sessions")
     assert status == 201
     path = f"/v1/sessions/{opened['id']}"
@@ -157,7 +157,7 @@ async def test_a_session_keeps_its_variables(pool: Pool, client: Client) -> None
     assert (await client.post(f"{path}/run", {"code": "x"}))[0] == 404
 
 
-async def test_a_lost_session_is_told(client: Client) -> None:
+async def test_lost_session_is_told(client: Client) -> None:
     _, opened = await client.post("/v1/sessions")
     path = f"/v1/sessions/{opened['id']}/run"
     await client.post(path, {"code": "import os; os._exit(3)"})
@@ -188,7 +188,7 @@ async def session_that_has_run(client: Client) -> str:
                 return path
 
 
-async def test_a_session_that_rests_too_long_is_closed(pool: Pool) -> None:
+async def test_session_that_rests_too_long_is_closed(pool: Pool) -> None:
     async with service(pool, session_idle_s=0.2) as client:
         path = await session_that_has_run(client)  # a cell that runs is no rest
         await wait_until(lambda: pool.stats()["sessions"] == 0)
@@ -248,7 +248,7 @@ async def test_memory_of_a_call_and_of_a_cell(client: Client) -> None:
     assert (await client.post("/v1/run", beyond))[1]["status"] == "oom"
 
 
-async def test_a_body_of_unknown_length_is_bounded(pool: Pool) -> None:
+async def test_body_of_unknown_length_is_bounded(pool: Pool) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(64):
             yield b"#" * (1 << 16)
@@ -258,7 +258,7 @@ async def test_a_body_of_unknown_length_is_bounded(pool: Pool) -> None:
             assert response.status == 413
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(pool: Pool) -> None:
+async def test_body_that_does_not_come_is_not_waited_for(pool: Pool) -> None:
     async with serving(pool, settings(io_timeout_s=0.2)) as url:
         host, port = url.removeprefix("http://").split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
@@ -268,7 +268,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("rest", ["Content-Length: 1048576", "Transfer-Encoding: chunked"])
-async def test_an_announced_body_takes_nobodys_room(pool: Pool, rest: str) -> None:
+async def test_announced_body_takes_nobodys_room(pool: Pool, rest: str) -> None:
     async with service(pool, max_body_mib=1, max_held_mib=1) as client, begun(client, rest):
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
 
@@ -293,18 +293,18 @@ async def test_responses_that_are_not_read_are_bounded(pool: Pool) -> None:
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
 
 
-async def test_a_client_that_does_not_read_its_response_is_disconnected(pool: Pool) -> None:
+async def test_client_that_does_not_read_its_response_is_disconnected(pool: Pool) -> None:
     async with service(pool, io_timeout_s=0.5) as client, unread_response(client):
         await until_stat(client, "held_bytes", 0)
         await until_stat(client, "connections", 1)  # the one that asks
 
 
-async def test_an_opened_session_takes_an_empty_object(client: Client) -> None:
+async def test_opened_session_takes_an_empty_object(client: Client) -> None:
     assert (await client.post("/v1/sessions", {}))[0] == 201
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/run", 400), ("/v1/sessions", 400), ("/x", 404)])
-async def test_a_body_that_cannot_be_decoded(
+async def test_body_that_cannot_be_decoded(
     client: Client, path: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     coded = {"Content-Encoding": "gzip"}
@@ -315,7 +315,7 @@ async def test_a_body_that_cannot_be_decoded(
     assert not caplog.records
 
 
-async def test_a_malformed_request_gets_400_and_is_not_logged(
+async def test_malformed_request_gets_400_and_is_not_logged(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, port = client.url.removeprefix("http://").split(":")
@@ -325,7 +325,7 @@ async def test_a_malformed_request_gets_400_and_is_not_logged(
     assert not caplog.records
 
 
-async def test_a_batch_that_nobody_reads_ends_quietly(
+async def test_batch_that_nobody_reads_ends_quietly(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = {"code": "print('x' * 60_000)"}  # in all, more than the sockets' buffers take
@@ -359,7 +359,7 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
 ONE_SESSION = BARE.model_copy(update={"max_sessions": 1})
 
 
-async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
+async def test_request_without_a_free_session_is_refused_at_once() -> None:
     async with Pool(ONE_SESSION) as pool, service(pool) as client:
         assert (await client.post("/v1/sessions"))[0] == 201
         async with client.http.post(client.url + "/v1/sessions") as response:
@@ -371,7 +371,7 @@ async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
         )
 
 
-async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
+async def test_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
     few = {"session_wait_s": 600, "max_waiting_sessions": 1, "max_requests": 1}
     async with Pool(ONE_SESSION) as pool, service(pool, **few) as client:
         _, opened = await client.post("/v1/sessions")
@@ -392,7 +392,7 @@ async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
         await until_stat(client, "sessions_waiting", 0)
 
 
-async def test_a_client_that_leaves_waits_for_no_session() -> None:
+async def test_client_that_leaves_waits_for_no_session() -> None:
     async with Pool(ONE_SESSION) as pool, service(pool, session_wait_s=600) as client:
         await client.post("/v1/sessions")
         async with anyio.create_task_group() as group:
@@ -413,12 +413,12 @@ def frame(size: int, sent: int = 0) -> bytes:
 async def test_links_are_counted_and_bounded(pool: Pool) -> None:
     async with service(pool, max_links=2) as client:
         link = client.url + "/v1/link"
-        async with client.http.ws_connect(link) as one, client.http.ws_connect(link):
+        async with client.http.ws_connect(link) as first, client.http.ws_connect(link):
             await until_stat(client, "links", 2)
             status, answer = await client("GET", "/v1/link")
             assert (status, answer["error"]["type"]) == (503, "overloaded")
             assert "max_links" in answer["error"]["message"]
-            await one.close()
+            await first.close()
             await until_stat(client, "links", 1)
             async with client.http.ws_connect(link):
                 await until_stat(client, "links", 2)
@@ -428,11 +428,11 @@ async def test_links_are_counted_and_bounded(pool: Pool) -> None:
 async def test_bytes_that_links_hold_are_counted_and_bounded(pool: Pool) -> None:
     async with service(pool, max_body_mib=1, max_held_mib=1) as client:
         link = client.url + "/v1/link"
-        async with client.http.ws_connect(link) as one, client.http.ws_connect(link) as two:
-            for socket_ in (one, two):
+        async with client.http.ws_connect(link) as first, client.http.ws_connect(link) as two:
+            for socket_ in (first, two):
                 await socket_.receive()  # ready
             for _ in range(4):
-                await one.send_bytes(frame(8 << 20, 0) if not _ else b" " * 200_000)
+                await first.send_bytes(frame(8 << 20, 0) if not _ else b" " * 200_000)
             await until_stat(client, "held_bytes", 600_004)
             for _ in range(3):
                 await two.send_bytes(frame(8 << 20, 0) if not _ else b" " * 250_000)
@@ -446,7 +446,7 @@ async def test_bytes_that_links_hold_are_counted_and_bounded(pool: Pool) -> None
         await until_stat(client, "held_bytes", 0)
 
 
-async def test_a_link_takes_no_long_message(pool: Pool) -> None:
+async def test_link_takes_no_long_message(pool: Pool) -> None:
     async with service(pool) as client, client.http.ws_connect(client.url + "/v1/link") as link:
         await link.receive()
         await link.send_bytes(KILL * (MAX_MESSAGE_BYTES // len(KILL) + 1))
@@ -474,7 +474,7 @@ class Flood:
         self.reason = message
 
 
-async def test_a_link_full_of_frames_lets_others_run(pool: Pool) -> None:
+async def test_link_full_of_frames_lets_others_run(pool: Pool) -> None:
     flood: Any = Flood(KILL * 1000)
     async with anyio.create_task_group() as group:
         group.start_soon(LinkedClient(pool, lambda num_bytes: True).serve, flood)
@@ -492,14 +492,14 @@ async def test_responses_that_a_link_does_not_read_are_counted_and_bounded(pool:
     assert held.total > 40_000
 
 
-async def test_a_link_takes_no_frame_that_is_long_to_parse(pool: Pool) -> None:
+async def test_link_takes_no_frame_that_is_long_to_parse(pool: Pool) -> None:
     async with service(pool) as client, client.http.ws_connect(client.url + "/v1/link") as link:
         await link.receive()
         await link.send_bytes(encode({"op": "run", "id": 1, "code": [[]] * 5000}))
         assert "at most 1000 values" in str((await link.receive()).extra)
 
 
-async def test_a_long_frame_goes_in_several_messages(pool: Pool) -> None:
+async def test_long_frame_goes_in_several_messages(pool: Pool) -> None:
     async with service(pool) as client:
         async with Pool(BARE.model_copy(update={"hosts": [client.url], "backend": "auto"})) as far:
             text = "größe" * 300_000
@@ -516,7 +516,7 @@ async def test_a_long_frame_goes_in_several_messages(pool: Pool) -> None:
         ("/v1/run", json.dumps({f"a{n}": 1 for n in range(400)}).encode(), 400, "401 fields"),
     ],
 )
-async def test_a_body_that_is_long_to_parse_or_to_refuse(
+async def test_body_that_is_long_to_parse_or_to_refuse(
     client: Client, path: str, body: bytes, status: int, says: str
 ) -> None:
     got, answer = await client.post(path, body)
@@ -550,7 +550,7 @@ async def test_another_method_is_told_which_are_allowed(
         assert (await response.json())["error"]["type"] == "http"
 
 
-async def test_a_mistake_of_ours_has_an_answer_of_the_same_form(
+async def test_mistake_of_ours_has_an_answer_of_the_same_form(
     pool: Pool, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pool, "stats", lambda: 1 / 0)
@@ -581,7 +581,7 @@ async def test_foreign_pages_are_refused(pool: Pool, client: Client, header: str
     assert pool.stats()["calls"] == before
 
 
-def test_a_guard_with_a_token_takes_any_name_and_one_without_only_its_own() -> None:
+def test_guard_with_a_token_takes_any_name_and_one_without_only_its_own() -> None:
     right, wrong = {"Authorization": "Bearer t"}, {"Authorization": "Bearer u"}
     for name in ("10.0.0.7:8010", "[::1]:8010", "node-4:8010", "box.lan"):
         for guard in (Guard("0.0.0.0", "t"), Guard("127.0.0.1", "t")):
@@ -617,36 +617,36 @@ async def test_code_judge(client: Client) -> None:
 
 @pytest.mark.parametrize("form", ["batch", "long-batch"])
 async def test_code_judges_batches_keep_their_order(client: Client, form: str) -> None:
-    asked: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {"type": "python", "solution": f"print({n})", "expected_output": str(n % 40)}
         for n in range(50)
     ]
-    asked[7] = {"type": "cpp", "solution": "int main() {}"}
-    asked[8] = {"type": "math", "solution": "1", "expected_output": "1"}
-    body = {"type": "batch", "sub_id": "all", "submissions": asked}
+    requests[7] = {"type": "cpp", "solution": "int main() {}"}
+    requests[8] = {"type": "math", "solution": "1", "expected_output": "1"}
+    body = {"type": "batch", "sub_id": "all", "submissions": requests}
     _, judged = await client.post(f"/judge/{form}", body)
     _, ran = await client.post(f"/run/{form}", body)
     assert judged["sub_id"] == ran["sub_id"] == "all"
     for answers in (judged["results"], ran["results"]):
-        assert [one["success"] for one in answers] == [
+        assert [first["success"] for first in answers] == [
             n < 40 and n not in (7, 8) for n in range(50)
         ]
         assert [answers[n]["reason"] for n in (6, 7, 8)] == ["", "invalid_input", "invalid_input"]
-    assert [one["stdout"] for one in ran["results"]][9] == "9\n"
+    assert [first["stdout"] for first in ran["results"]][9] == "9\n"
     assert "'math'" in ran["results"][8]["stderr"]
 
 
 @pytest.mark.parametrize("path", ["/run", "/judge"])
 async def test_code_judges_own_client_takes_every_answer(client: Client, path: str) -> None:
     """The client's dataclass has exactly these fields."""
-    for one in (
+    for first in (
         {"type": "python", "solution": "1"},
         {"type": "cpp", "solution": "1"},
         {"type": "python", "solution": "1", "options": {"a": "b"}},
         {"type": "python", "solution": "1 / 0"},
         {"type": "python", "solution": "#" * (9 << 20)},
     ):
-        _, answer = await client.post(path, one)
+        _, answer = await client.post(path, first)
         fields = ["sub_id", "success", "run_success", "cost", "reason"]
         assert list(answer) == fields + ["stdout", "stderr"] * (path == "/run")
     _, answer = await client.post("/run", {"type": "cpp", "solution": "1"})
@@ -724,7 +724,7 @@ async def test_sandbox_fusion_answers_with_all_of_an_output_or_not_at_all(client
     assert answer["message"].startswith("the output has 5000001 bytes; the maximum is")
 
 
-async def test_the_document_names_every_path(pool: Pool, client: Client) -> None:
+async def test_document_names_every_path(pool: Pool, client: Client) -> None:
     _, document = await client("GET", "/openapi.json")
     for path, operations in document["paths"].items():
         method = next(name for name in operations if name != "parameters")
@@ -739,21 +739,21 @@ async def test_the_document_names_every_path(pool: Pool, client: Client) -> None
     assert set(document["components"]["schemas"]["RunRequest"]["required"]) == {"code"}
 
 
-def is_described(value: Any, schema: Any, schemas: Any, told: set[str]) -> bool:
+def is_described(value: Any, schema: Any, schemas: Any, reported: set[str]) -> bool:
     """Return whether a value matches a schema, as far as the service's schemas go, including
     required fields."""
     if name := schema.get("$ref"):
-        return is_described(value, schemas[name.rpartition("/")[2]], schemas, told)
+        return is_described(value, schemas[name.rpartition("/")[2]], schemas, reported)
     if "allOf" in schema:
-        return all(is_described(value, one, schemas, told) for one in schema["allOf"])
+        return all(is_described(value, first, schemas, reported) for first in schema["allOf"])
     if "anyOf" in schema:
-        return any(is_described(value, one, schemas, told) for one in schema["anyOf"])
+        return any(is_described(value, first, schemas, reported) for first in schema["anyOf"])
     types: dict[str, type | tuple[type, ...]] = {
         "string": str, "integer": int, "number": (int, float), "boolean": bool,
         "null": type(None), "object": dict,
     }  # fmt: skip
     named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    told.update(schema.get("required", ()))
+    reported.update(schema.get("required", ()))
     return (
         any(isinstance(value, types[name]) for name in named)
         and value in schema.get("enum", [value])
@@ -764,9 +764,9 @@ def is_described(value: Any, schema: Any, schemas: Any, told: set[str]) -> bool:
     )
 
 
-async def test_the_document_describes_the_answers(client: Client) -> None:
+async def test_document_describes_the_answers(client: Client) -> None:
     _, document = await client("GET", "/openapi.json")
-    asked: list[tuple[str, Any, str]] = [
+    requests: list[tuple[str, Any, str]] = [
         ("/v1/run", {"code": "6 * 7"}, "200"),
         ("/v1/run", {"code": "1 / 0"}, "200"),
         ("/v1/run", {"code": "#" * (9 << 20)}, "200"),  # refused by the pool: an answer as well
@@ -775,13 +775,13 @@ async def test_the_document_describes_the_answers(client: Client) -> None:
         ("/v1/run/batch", {"calls": [{"code": "1"}]}, "200"),
         ("/v1/sessions", None, "201"),
     ]
-    for path, body, code in asked:
+    for path, body, code in requests:
         _, answer = await client.post(path, body)
         (form,) = document["paths"][path]["post"]["responses"][code]["content"].values()
         schema = form["schema"].get("items", form["schema"])  # of a line
-        told: set[str] = set()
-        assert is_described(answer, schema, document["components"]["schemas"], told)
-        assert told == set(answer), path
+        reported: set[str] = set()
+        assert is_described(answer, schema, document["components"]["schemas"], reported)
+        assert reported == set(answer), path
 
 
 def test_settings_come_as_flags_or_pairs_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -790,20 +790,22 @@ def test_settings_come_as_flags_or_pairs_or_variables(monkeypatch: pytest.Monkey
     got = load(["--port", "9", "host=0.0.0.0", "pool.workers=3", "--pool.backend=process"])
     assert (got.port, got.host, got.pool.workers, got.pool.backend) == (9, "0.0.0.0", 3, "process")
     assert (got.token, got.pool.timeout_s) == (SecretStr("hush"), 7)
-    for given in (["--pool.packages", "a==1,b"], ["pool.packages=a==1,b"]):
-        assert load(given).pool.packages == ["a==1", "b"]
+    for inputs in (["--pool.packages", "a==1,b"], ["pool.packages=a==1,b"]):
+        assert load(inputs).pool.packages == ["a==1", "b"]
 
 
-def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(["--help"])
-    said = " ".join(capfd.readouterr().out.split())
+    stated = " ".join(capfd.readouterr().out.split())
     for internal in ("Secret", "null", "list[", "lambda", "factory", "%"):
-        assert internal not in said
-    assert "usage: python -m agentloop.sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
-    assert "--token TEXT Token that clients must send" in said
-    assert "--pool.hosts TEXT,... URLs (http://host:port) of machines that run" in said
-    assert '(default: [["numpy"], ["numpy", "sympy"]])' in said
+        assert internal not in stated
+    assert (
+        "usage: python -m agentloop.sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in stated
+    )
+    assert "--token TEXT Token that clients must send" in stated
+    assert "--pool.hosts TEXT,... URLs (http://host:port) of machines that run" in stated
+    assert '(default: [["numpy"], ["numpy", "sympy"]])' in stated
 
 
 @pytest.mark.parametrize(
@@ -816,7 +818,7 @@ def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
         (["pool.hosts=ftp://x"], "pool.hosts:"),
     ],
 )
-def test_a_bad_setting_is_named(
+def test_bad_setting_is_named(
     arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

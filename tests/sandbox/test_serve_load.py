@@ -23,7 +23,7 @@ CHEAP = {"trivial": 3.0, "failing": 1.0, "flooding": 0.2, "sleeping": 0.2}
 
 @pytest.mark.timeout(120)
 @pytest.mark.full
-async def test_a_pool_under_load_loses_nothing_and_is_right() -> None:
+async def test_pool_under_load_loses_nothing_and_is_right() -> None:
     async with open_pool(BARE) as target:
         closed = await Load(target, CHEAP, 300, concurrency=200).run()
         opened = await Load(target, CHEAP, 40, rate=200).run()
@@ -77,7 +77,7 @@ async def test_calls_that_do_not_end_count_as_lost() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_answer_to_another_call_is_wrong(name: str) -> None:
+def test_answer_to_another_call_is_wrong(name: str) -> None:
     kind = KINDS[name]
     stdout = kind.stdout.replace("{n}", "7").replace("{m}", "8")
     right = Answer(kind.status[0], stdout + "\n", kind.stderr.replace("{n}", "7"))
@@ -86,7 +86,7 @@ def test_an_answer_to_another_call_is_wrong(name: str) -> None:
     assert not kind.is_right(7, Answer("timeout", right.stdout, right.stderr))
 
 
-def test_the_floor_is_more_for_more() -> None:
+def test_floor_is_more_for_more() -> None:
 
     floor = measure_floor([sys.executable], {"trivial": 1.0, "flooding": 1.0}, 10, False)
     assert 0 < floor["trivial"] < floor["flooding"]

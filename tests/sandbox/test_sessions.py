@@ -57,7 +57,7 @@ async def lost_by(session: Session) -> LostBy:
         ("print('x' * 10_000_000)", CallStatus.OUTPUT_LIMIT),
     ],
 )
-async def test_a_cell_that_ends_its_process_is_answered_and_known_for_it(
+async def test_cell_that_ends_its_process_is_answered_and_known_for_it(
     pool: Pool, cell: str, status: CallStatus
 ) -> None:
     async with pool.session() as session:
@@ -66,7 +66,7 @@ async def test_a_cell_that_ends_its_process_is_answered_and_known_for_it(
         assert await lost_by(session) is LostBy.PROGRAM
 
 
-async def test_a_process_that_ends_between_two_cells_is_its_programs_doing(pool: Pool) -> None:
+async def test_process_that_ends_between_two_cells_is_its_programs_doing(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("import os, threading; threading.Timer(0.1, os._exit, (0,)).start()")
         await wait_until_lost(session)
@@ -89,7 +89,7 @@ async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
     assert [result.error for result in results if result.error is not None] == []
 
 
-async def test_a_cell_of_an_unknown_session_does_not_run() -> None:
+async def test_cell_of_an_unknown_session_does_not_run() -> None:
     async with ProcessBackend(BARE).worker("x") as link:
         pending = link.submit(RUN | {"id": next_id(), "code": "1", "session": next_id()})
         with anyio.fail_after(patient(15)):
@@ -101,8 +101,8 @@ async def test_a_cell_of_an_unknown_session_does_not_run() -> None:
 async def test_after_a_cancelled_cell_only_its_session_is_lost(
     pool: Pool,
 ) -> None:
-    async with pool.session() as other, pool.session() as session:
-        await other.run("x = 41")
+    async with pool.session() as another, pool.session() as session:
+        await another.run("x = 41")
         await session.run("1")
         async with anyio.create_task_group() as group:
             group.start_soon(session.run, FOREVER, "", 600)
@@ -110,11 +110,11 @@ async def test_after_a_cancelled_cell_only_its_session_is_lost(
             group.cancel_scope.cancel()
         assert await lost_by(session) is LostBy.CALLER
         await wait_until(lambda: pool.stats()["busy"] == 0)  # it was answered, too
-        assert (await other.run("x + 1")).result == "42"
+        assert (await another.run("x + 1")).result == "42"
     assert pool.stats()["lost"] == 0
 
 
-async def test_a_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
+async def test_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
     settings = BARE.model_copy(update={"workers": 1})
     async with Pool(settings) as pool, pool.session() as session:
         async with anyio.create_task_group() as group:
@@ -126,18 +126,18 @@ async def test_a_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_l
         assert (await session.run("2")).result == "2"
 
 
-async def test_a_session_lost_with_its_worker_is_nobody_s_doing() -> None:
-    others = set(children(os.getpid()))
+async def test_session_lost_with_its_worker_is_nobody_s_doing() -> None:
+    remaining = set(children(os.getpid()))
     async with Pool(BARE) as pool, pool.session() as session:
         await session.run("x = 1")
-        for pid in set(children(os.getpid())) - others:
+        for pid in set(children(os.getpid())) - remaining:
             kill(pid)
         await wait_until(lambda: session.lost)
         assert await lost_by(session) is LostBy.INFRASTRUCTURE
 
 
 @pytest.mark.parametrize(("num_ended", "by"), [(1, LostBy.INFRASTRUCTURE), (2, LostBy.PROGRAM)])
-async def test_a_session_whose_cells_end_two_workers_is_lost_by_its_program(
+async def test_session_whose_cells_end_two_workers_is_lost_by_its_program(
     monkeypatch: pytest.MonkeyPatch, num_ended: int, by: LostBy
 ) -> None:
     submit = Link.submit
@@ -160,7 +160,7 @@ async def test_a_session_whose_cells_end_two_workers_is_lost_by_its_program(
         assert (await pool.run("1")).ok
 
 
-async def test_a_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> None:
+async def test_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("1")
     assert await lost_by(session) is LostBy.CALLER
@@ -175,7 +175,7 @@ async def test_closed_sessions_are_forgotten(pool: Pool) -> None:
     assert link.sessions == {}
 
 
-def test_an_end_that_is_told_twice_keeps_its_first_cause() -> None:
+def test_end_that_is_told_twice_keeps_its_first_cause() -> None:
     link = Link("x")
     session = link.open_session(5)
     link.feed(encode({"op": "session_lost", "session": 5, "by": "program"}))
@@ -185,7 +185,7 @@ def test_an_end_that_is_told_twice_keeps_its_first_cause() -> None:
     assert list(link.sessions) == [5]
 
 
-def test_an_interrupt_is_for_one_cell_alone() -> None:
+def test_interrupt_is_for_one_cell_alone() -> None:
     """An interrupt between two cells affects neither; a cell's own handler stays in place."""
     code = (
         "import mmap, os, signal\n"
@@ -215,7 +215,7 @@ def test_an_interrupt_is_for_one_cell_alone() -> None:
     assert done.stdout.splitlines() == lines
 
 
-async def test_a_cell_that_leaves_its_time_behind_stops_and_the_next_is_whole(pool: Pool) -> None:
+async def test_cell_that_leaves_its_time_behind_stops_and_the_next_is_whole(pool: Pool) -> None:
     """The interrupt of a cell may arrive at its very end, before the next one."""
     async with pool.session() as session:
         await session.run("import time")
@@ -256,7 +256,7 @@ async def test_when_a_program_began_is_measured(pool: Pool, forged: int) -> None
         assert second.started_ns is None or before < second.started_ns < time.monotonic_ns()
 
 
-async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) -> None:
+async def test_session_that_floods_its_channel_is_not_listened_to(pool: Pool) -> None:
     """Excess messages end the session's own cells and do not delay others."""
     async with pool.session() as session:
         flood = (
@@ -276,11 +276,11 @@ async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) 
 
 def cpu_used(pid: int) -> float:
     """CPU seconds of a process of a worker of ours, by its pid there: a call can't see it."""
-    for found in descendants(os.getpid()):
+    for actual in descendants(os.getpid()):
         with contextlib.suppress(OSError):
-            numbers = re.search(r"NSpid:(.*)", Path(f"/proc/{found}/status").read_text())
+            numbers = re.search(r"NSpid:(.*)", Path(f"/proc/{actual}/status").read_text())
             if numbers is not None and int(numbers[1].split()[-1]) == pid:
-                fields = Path(f"/proc/{found}/stat").read_text().rpartition(")")[2].split()
+                fields = Path(f"/proc/{actual}/stat").read_text().rpartition(")")[2].split()
                 return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     raise ProcessLookupError(pid)
 
@@ -297,7 +297,7 @@ for data, ancillary in ((b"", []), (b"x", []), (b"x", file)):
 """
 
 
-async def test_a_program_can_send_nothing_that_outlives_it(pool: Pool) -> None:
+async def test_program_can_send_nothing_that_outlives_it(pool: Pool) -> None:
     """A file that lies in a queue of the server's would keep its memory after the program's end."""
     async with pool.session() as session:
         assert (await session.run(SENDS)).stdout == 3 * "refused\n"
@@ -318,17 +318,17 @@ time.sleep(600)
 async def check_unread_jobs(pool: Pool) -> None:
     num_lost = pool.stats()["lost"]
     long = "#" + 60_000 * "x"  # a few fill the channel
-    async with pool.session() as other, pool.session() as session:
-        await other.run("x = 41")
+    async with pool.session() as another, pool.session() as session:
+        await another.run("x = 41")
         await session.run(ANSWERS_AND_READS_NOTHING)
         await wait_until_lost(session, long)
         assert session.lost_by is LostBy.PROGRAM
-        assert (await other.run("x + 1")).result == "42"
+        assert (await another.run("x + 1")).result == "42"
     assert (await pool.run("1")).attempt == 1
     assert pool.stats()["lost"] == num_lost
 
 
-async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
+async def test_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
     await check_unread_jobs(pool)
 
 
@@ -341,7 +341,7 @@ for _ in range(8):
 """
 
 
-async def test_a_session_whose_children_take_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
+async def test_session_whose_children_take_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
     """Its cells are answered later than any other call. That is no sign of a worker that hangs."""
     assert GRACE_S > 2 * (START_S + INTERRUPT_GRACE_S)
     num_lost = pool.stats()["lost"]
@@ -362,7 +362,7 @@ async def test_random_numbers_differ_between_sessions_whichever_cell_draws(pool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGKILL])
-async def test_a_cell_that_kills_itself_is_killed(pool: Pool, number: signal.Signals) -> None:
+async def test_cell_that_kills_itself_is_killed(pool: Pool, number: signal.Signals) -> None:
     if "namespaces" not in pool.stats()["layers"]["process isolation"] or os.getuid() != 0:
         pytest.skip("as pid 1 of its own namespace it could not")
     async with pool.session() as session:

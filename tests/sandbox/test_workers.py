@@ -27,24 +27,24 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to change 
 
 def servers(family: set[int]) -> list[int]:
     """Return those of these processes that are the first of their namespace: servers."""
-    found = []
+    actual = []
     for pid in family:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             if re.search(r"^NSpid:\t\d+\t1$", status, re.MULTILINE):
-                found.append(pid)
-    return found
+                actual.append(pid)
+    return actual
 
 
-async def test_a_worker_that_hangs_ends_with_the_pool() -> None:
-    others = set(children(os.getpid()))
+async def test_worker_that_hangs_ends_with_the_pool() -> None:
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool:
         if pool.stats()["layers"]["process isolation"].startswith("no"):
             pytest.skip("this machine refuses namespaces")
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
             await wait_until(lambda: pool.stats()["busy"] == 1)
-            family = started_since(others)
+            family = started_since(remaining)
             (server,) = servers(family)
             os.kill(server, signal.SIGSTOP)
             group.cancel_scope.cancel()
@@ -72,11 +72,11 @@ def limit(pids: Iterable[int], which: int, number: int) -> None:
 
 
 @needs_root
-async def test_a_worker_that_could_not_fork_is_of_use_again_or_replaced() -> None:
+async def test_worker_that_could_not_fork_is_of_use_again_or_replaced() -> None:
     """No call is judged for that. A limit on the processes of a user does not bind root."""
-    others = set(children(os.getpid()))
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool:
-        family = started_since(others)
+        family = started_since(remaining)
         limit(family, resource.RLIMIT_NPROC, 0)
         for _ in range(12):  # more than are forked ahead
             result = await pool.run("1")
@@ -86,27 +86,27 @@ async def test_a_worker_that_could_not_fork_is_of_use_again_or_replaced() -> Non
 
 
 @needs_root
-async def test_a_worker_that_can_not_send_descriptors_judges_nobody() -> None:
+async def test_worker_that_can_not_send_descriptors_judges_nobody() -> None:
     """Those on their way are counted by user, and a session may hold as many as it can."""
     hold = (
         "import array, socket\na, b = socket.socketpair()\n"
         "for _ in range(10): a.sendmsg([b'x'], [(1, 1, array.array('i', [0] * 10))])"
     )
-    others = set(children(os.getpid()))
+    remaining = set(children(os.getpid()))
     async with Pool(BARE) as pool, pool.session() as session, pool.session() as holder:
         await session.run("x = 41")
         assert (await holder.run(hold)).ok
-        limit(servers(started_since(others)), resource.RLIMIT_NOFILE, 64)
+        limit(servers(started_since(remaining)), resource.RLIMIT_NOFILE, 64)
         for _ in range(12):
             result = await pool.run("1")
             assert result.status in (CallStatus.OK, CallStatus.SANDBOX_ERROR), result
         assert (await session.run("x + 1")).result == "42"
 
 
-async def test_a_server_watches_nothing_that_is_counted_by_user() -> None:
+async def test_server_watches_nothing_that_is_counted_by_user() -> None:
     """A call could use up the user's watches of epoll."""
-    others = set(children(os.getpid()))
+    remaining = set(children(os.getpid()))
     async with Pool(SINGLE):
-        (server,) = servers(started_since(others))
+        (server,) = servers(started_since(remaining))
         links = [os.readlink(f"/proc/{server}/fd/{n}") for n in os.listdir(f"/proc/{server}/fd")]
         assert not any("eventpoll" in link for link in links)

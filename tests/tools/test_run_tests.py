@@ -45,7 +45,7 @@ def test_tests_that_pass_are_not_flaky(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_test_that_passes_at_its_second_or_third_run_is_flaky(
+def test_test_that_passes_at_its_second_or_third_run_is_flaky(
     tmp_path: Path, failures: int
 ) -> None:
     program = PASSES + FLAKY.format(number=1, failures=failures)
@@ -53,21 +53,19 @@ def test_a_test_that_passes_at_its_second_or_third_run_is_flaky(
 
 
 @pytest.mark.parametrize("program", [FAILS, PASSES + FLAKY.format(number=1, failures=3)])
-def test_a_test_that_fails_three_times_fails_the_run(tmp_path: Path, program: str) -> None:
+def test_test_that_fails_three_times_fails_the_run(tmp_path: Path, program: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, program)
     assert ended.value.code == 1
 
 
-def test_an_error_of_an_import_is_not_run_again(tmp_path: Path) -> None:
+def test_error_of_an_import_is_not_run_again(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, "import nothing_that_exists\n" + PASSES)
     assert ended.value.code not in (None, 0)
 
 
-def test_the_report_counts_all_environments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_counts_all_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "py311.txt").write_text("a.py::test_a\nb.py::test_b\n")
     (tmp_path / "integration.txt").write_text("c.py::test_c\n" * (MAX_FLAKY - 2))
     assert report(tmp_path) == 0
@@ -76,5 +74,5 @@ def test_the_report_counts_all_environments(
     assert report(tmp_path) == 1
 
 
-def test_the_report_is_part_of_the_gate() -> None:
+def test_report_is_part_of_the_gate() -> None:
     assert "flaky" in (ROOT / "tox.ini").read_text().split("env_list = ")[1].splitlines()[0]

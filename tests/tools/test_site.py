@@ -24,20 +24,20 @@ def test_links_lead_to_pages_of_the_site() -> None:
     assert dead == []
 
 
-def test_a_program_is_shown_as_it_is() -> None:
+def test_program_is_shown_as_it_is() -> None:
     texts, _ = pages(ROOT)
     assert (ROOT / "agentloop/environments/examples/own_tool.py").read_text() in texts[
         "repository/agentloop/environments/examples/own_tool.py.md"
     ]
 
 
-def test_a_bar_in_a_table_needs_no_backslash() -> None:
+def test_bar_in_a_table_needs_no_backslash() -> None:
     texts, _ = pages(ROOT)
     assert "\\|" in (ROOT / "docs/models.md").read_text()
     assert "\\|" not in texts["models.md"] + texts["guides/your-model.md"]
 
 
-def test_the_navigation_has_every_document() -> None:
+def test_navigation_has_every_document() -> None:
     texts, _ = pages(ROOT)
     sections = navigation(texts["README.md"])
     assert next(iter(sections)) == "Quick starts"

@@ -171,7 +171,7 @@ def test_stop_sequences_are_searched_only_in_content(
     assert answer_in(text, reasoning=True, stop=stop) == content
 
 
-def test_a_stop_sequence_is_found_at_its_last_character() -> None:
+def test_stop_sequence_is_found_at_its_last_character() -> None:
     speech = Speech(reasoning=False, stop=["</code>"])
     for character in "1 </code":
         list(speech.feed(character))

@@ -88,7 +88,7 @@ def test_contents_of_user_and_tool_add_no_control_token_to_a_prompt(
 
 @FAST
 @given(contents)
-def test_a_normalizer_cannot_produce_a_control_token(text: str) -> None:
+def test_normalizer_cannot_produce_a_control_token(text: str) -> None:
     folded = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     made = tokenizer(normalizer=folded)
     made.add_tokens(["<marker>"])  # normalized before it is looked for
@@ -172,7 +172,7 @@ def test_each_turn_appends_and_nothing_before_it_changes(
 
 @FAST
 @given(words, st.lists(st.tuples(words, words), max_size=3))
-def test_a_users_next_message_appends_what_the_template_would_write(
+def test_users_next_message_appends_what_the_template_would_write(
     question: str, exchanges: list[tuple[str, str]]
 ) -> None:
     chat = chat_format()
@@ -186,7 +186,7 @@ def test_a_users_next_message_appends_what_the_template_would_write(
     assert controls_in(chat, again) == controls_in(chat, ids)
 
 
-def test_a_template_without_a_place_for_a_second_question_is_named() -> None:
+def test_template_without_a_place_for_a_second_question_is_named() -> None:
     chat = ChatFormat(tokenizer(), template())
     chat._continuation._render = template(
         "{{ messages[0].content }}"
@@ -198,7 +198,7 @@ def test_a_template_without_a_place_for_a_second_question_is_named() -> None:
         chat.user_message("And now?")
 
 
-def test_an_observation_takes_texts_and_ids_alike() -> None:
+def test_observation_takes_texts_and_ids_alike() -> None:
     chat = chat_format()
     assert chat.observation(["one", chat.encode("two")]) == chat.observation(["one", "two"])
     assert chat.decode(chat.observation(["one", "two"])) == (
@@ -222,7 +222,7 @@ def test_an_observation_takes_texts_and_ids_alike() -> None:
         (TEMPLATE.replace("<|im_end|>", END_UNLESS_IT_CALLS), "with tool calls with '<|im_end|>'"),
     ],
 )
-def test_an_unsuitable_template_is_rejected_with_a_reason(source: str, reason: str) -> None:
+def test_unsuitable_template_is_rejected_with_a_reason(source: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         ChatFormat(tokenizer(), template(source))
 
@@ -234,7 +234,7 @@ def test_an_unsuitable_template_is_rejected_with_a_reason(source: str, reason: s
         (START, r"chat.end_token: .* does not end a turn with '<\|im_start\|>'.*<\|im_end\|>"),
     ],
 )
-def test_an_end_token_that_does_not_end_a_turn_is_rejected(end_token: str, reason: str) -> None:
+def test_end_token_that_does_not_end_a_turn_is_rejected(end_token: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         ChatFormat(tokenizer(), template(), end_token=end_token)
 
@@ -273,13 +273,13 @@ def test_end_token_setting_skips_an_earlier_control_token() -> None:
         ([{"role": "assistant", "content": "", "tool_calls": [3]}], r"tool_calls\[0\]: "),
     ],
 )
-def test_an_invalid_message_is_named(messages: list[Any], error: str) -> None:
+def test_invalid_message_is_named(messages: list[Any], error: str) -> None:
     with pytest.raises(RequestError, match=error):
         chat_format().prompt(messages)
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]])
-def test_the_question_of_a_prompt_is_its_last_message(tools: list[Any]) -> None:
+def test_question_of_a_prompt_is_its_last_message(tools: list[Any]) -> None:
     chat = chat_format()
     question = "What is <tool_call>?\n\nSay it."
     earlier = [{"role": "system", "content": "x"}, user("y"), {"role": "assistant", "content": "z"}]
@@ -308,7 +308,7 @@ def test_string_arguments_are_rendered_as_objects() -> None:
     assert chat.decode(prompt("not JSON"))  # as it is: there is nothing better
 
 
-def test_a_lone_surrogate_can_be_encoded() -> None:
+def test_lone_surrogate_can_be_encoded() -> None:
     chat = chat_format()
     assert chat.decode(chat.encode("a\ud800b")) == "a?b"
     assert chat.prompt([user("a\ud800b")])
@@ -379,7 +379,7 @@ def test_turn_without_reasoning_has_an_empty_thought(message: Message, text: str
     assert chat.decode(ids) == text
 
 
-def test_the_opened_thought_is_derived_from_the_template() -> None:
+def test_opened_thought_is_derived_from_the_template() -> None:
     assert chat_format().opened_thought == ""
     thinking = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
     chat = ChatFormat(tokenizer(), template(thinking), end_token=END)
@@ -387,7 +387,7 @@ def test_the_opened_thought_is_derived_from_the_template() -> None:
 
 
 @pytest.mark.timeout(120)  # transformers is slow to import
-def test_a_model_folder_is_loaded_and_an_unusable_one_rejected(tmp_path: Path) -> None:
+def test_model_folder_is_loaded_and_an_unusable_one_rejected(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END)
     fast.save_pretrained(tmp_path / "bare")
@@ -418,7 +418,7 @@ def test_a_model_folder_is_loaded_and_an_unusable_one_rejected(tmp_path: Path) -
             chat.with_arguments({name: None})
 
 
-def test_a_request_may_have_variables_of_the_template_but_not_the_template() -> None:
+def test_request_may_have_variables_of_the_template_but_not_the_template() -> None:
     source = TEMPLATE.replace("assistant\n' }}", "assistant\n' }}{{ '<think>' if thinks else '' }}")
 
     def render(
@@ -446,7 +446,7 @@ def test_a_request_may_have_variables_of_the_template_but_not_the_template() -> 
         ("missing", "model: 'missing' is neither a folder nor a model that could be loaded"),
     ],
 )
-def test_a_model_that_is_not_there_is_named_in_one_line(
+def test_model_that_is_not_there_is_named_in_one_line(
     name: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -456,7 +456,7 @@ def test_a_model_that_is_not_there_is_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_file_is_read_once(tmp_path: Path) -> None:
+def test_template_file_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "one.jinja"
     file.write_text(TEMPLATE)
     read = ChatSettings(template=str(file))
@@ -492,7 +492,7 @@ def test_past_turns_are_data_except_for_reasoning_tags() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_prompt_that_is_far_too_long_is_not_rendered() -> None:
+async def test_prompt_that_is_far_too_long_is_not_rendered() -> None:
     chat = chat_format()
     messages = [{"role": "user", "content": "a b " * 1_000_000}]
     assert chat.min_prompt_tokens(messages) > 10_000
@@ -502,7 +502,7 @@ async def test_a_prompt_that_is_far_too_long_is_not_rendered() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_prompt_nested_too_deeply_is_rejected() -> None:
+async def test_prompt_nested_too_deeply_is_rejected() -> None:
     deep: Any = "x"
     for _ in range(2000):
         deep = [deep]
@@ -511,7 +511,7 @@ async def test_a_prompt_nested_too_deeply_is_rejected() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_long_prompt_is_rendered_equally_in_a_thread() -> None:
+async def test_long_prompt_is_rendered_equally_in_a_thread() -> None:
     chat = chat_format()
     messages = [{"role": "user", "content": "word " * 8000}]
     assert await chat.prompt_async(messages) == chat.prompt(messages)

@@ -64,7 +64,7 @@ async def test_what_a_model_reads_of_a_command(
     assert text in content
 
 
-async def test_a_lost_computer_is_infrastructure() -> None:
+async def test_lost_computer_is_infrastructure() -> None:
     status, _ = await call(FakeComputer(ComputerLost("gone")), "bash", command="x")
     assert status is ToolCallStatus.INFRASTRUCTURE
 
@@ -89,7 +89,7 @@ async def test_wrong_arguments_are_named(arguments: dict[str, Any]) -> None:
     assert "command" in text or "more" in text
 
 
-async def test_a_missing_file_is_the_models_to_read() -> None:
+async def test_missing_file_is_the_models_to_read() -> None:
     status, text = await call(FakeComputer(), "edit_file", path="none", old="a", new="b")
     assert status is ToolCallStatus.ERROR
     assert "No such file" in text

@@ -20,8 +20,8 @@ ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 
 def tag(rules: OutputRules, *, family: Any = HERMES, tools: Any = TOOLS, **options: Any) -> Any:
-    given = {"opened_thought": "", "message": 0, **options}
-    parameters = constraint_of(rules, family, tools, **given)
+    inputs = {"opened_thought": "", "message": 0, **options}
+    parameters = constraint_of(rules, family, tools, **inputs)
     return json.loads(parameters["structural_tag"])["format"]["elements"] if parameters else None
 
 
@@ -33,12 +33,12 @@ def tags_in(value: Any) -> list[dict[str, Any]]:
     return [tag for item in value for tag in tags_in(item)] if isinstance(value, list) else []
 
 
-def test_a_free_turn_has_no_constraint() -> None:
+def test_free_turn_has_no_constraint() -> None:
     assert tag(OutputRules()) is None
     assert tag(OutputRules("required"), message=1) is None
 
 
-def test_a_required_call_is_one_of_the_tools() -> None:
+def test_required_call_is_one_of_the_tools() -> None:
     *_, calls = tag(OutputRules("required"))
     begins = [tag["begin"] for tag in tags_in(calls)]
     assert ['"search"' in begins[0], '"read"' in begins[1], len(begins)] == [True, True, 2]
@@ -47,14 +47,14 @@ def test_a_required_call_is_one_of_the_tools() -> None:
     assert (only["content"]["json_schema"], calls["stop_after_first"]) == (SCHEMA, True)
 
 
-def test_a_thought_may_come_first_and_an_opened_one_ends_first() -> None:
+def test_thought_may_come_first_and_an_opened_one_ends_first() -> None:
     thought, _, _ = tag(OutputRules("required"))
     assert thought["type"] == "optional"
     thought, _, _ = tag(OutputRules("required"), opened_thought="<think>\n")
     assert (thought["begin"], thought["end"]) == ("", "</think>")
 
 
-def test_an_answer_is_json_and_calls_stay_possible() -> None:
+def test_answer_is_json_and_calls_stay_possible() -> None:
     *_, answer = tag(OutputRules(schema=ANSWER), tools=[])
     assert (answer["type"], answer["json_schema"]) == ("json_schema", ANSWER)
     *_, either = tag(OutputRules(schema=ANSWER), message=1)
@@ -96,7 +96,7 @@ def test_every_form_names_the_tools(family: Any) -> None:
     assert not any("NAME" in begin for begin in begins)
 
 
-def test_a_named_tool_is_called_once_and_its_name_cannot_end_the_markup() -> None:
+def test_named_tool_is_called_once_and_its_name_cannot_end_the_markup() -> None:
     odd = {"type": "function", "function": {"name": 'a"b', "parameters": None}}
     *_, calls = tag(OutputRules('a"b'), tools=[*TOOLS, odd])
     (only,) = tags_in(calls)
@@ -114,7 +114,7 @@ def test_a_named_tool_is_called_once_and_its_name_cannot_end_the_markup() -> Non
         ({"$defs": {"if": {"items": {"if": {}}}}}, "if"),
     ],
 )
-def test_a_keyword_that_would_be_ignored_is_named(schema: Any, keyword: str) -> None:
+def test_keyword_that_would_be_ignored_is_named(schema: Any, keyword: str) -> None:
     with pytest.raises(RequestError, match=rf"^response_format.*schema: '{keyword}' cannot"):
         check_rules(OutputRules(schema=schema), HERMES, [])
 

@@ -56,8 +56,8 @@ async def healthy() -> AsyncIterator[McpServer]:
 
 @asynccontextmanager
 async def shared_server(command: Sequence[str] = RAW, **settings: Any) -> AsyncIterator[McpServer]:
-    given = McpServerSettings(command=tuple(command), **settings)
-    async with mcp_servers({"calculator": given}) as servers:
+    inputs = McpServerSettings(command=tuple(command), **settings)
+    async with mcp_servers({"calculator": inputs}) as servers:
         yield servers["calculator"]
 
 
@@ -95,7 +95,7 @@ async def test_tools_are_listed_and_called(healthy: McpServer) -> None:
     assert ours.content == "(unset)"
 
 
-async def test_the_model_reads_errors_of_a_tool(
+async def test_model_reads_errors_of_a_tool(
     healthy: McpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection, tools = healthy._client, healthy.tools
@@ -119,19 +119,19 @@ async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
     async with shared_server(SDK, max_concurrent=2) as server, anyio.create_task_group() as tasks:
         ended: list[str] = []
 
-        async def one(name: str, /, **arguments: Any) -> None:
+        async def single(name: str, /, **arguments: Any) -> None:
             ended.append((await call(server.tools, name, **arguments)).content)
 
         for _ in range(2):
-            tasks.start_soon(lambda: one("wait", seconds=60))
+            tasks.start_soon(lambda: single("wait", seconds=60))
         await eventually(lambda: server._slots.borrowed_tokens == 2)
-        tasks.start_soon(lambda: one("add", a=1, b=1))
+        tasks.start_soon(lambda: single("add", a=1, b=1))
         await eventually(lambda: server._slots.statistics().tasks_waiting == 1)
         assert ended == []
         tasks.cancel_scope.cancel()
 
 
-async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_failure() -> None:
+async def test_call_that_a_dead_server_takes_with_it_is_an_infrastructure_failure() -> None:
     async with shared_server() as server:
         lost = await call(server.tools, "end")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
@@ -140,7 +140,7 @@ async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_fail
         assert (again.status, again.content) == (ToolCallStatus.OK, "1")
 
 
-async def test_a_server_that_dies_between_calls_is_restarted_before_the_next() -> None:
+async def test_server_that_dies_between_calls_is_restarted_before_the_next() -> None:
     async with shared_server() as server:
         pid = int((await call(server.tools, "processes")).content.split()[0])
         os.kill(pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ async def test_a_server_that_dies_between_calls_is_restarted_before_the_next() -
 
 
 @pytest.mark.full
-async def test_a_hung_server_is_an_infrastructure_failure_and_is_restarted(
+async def test_hung_server_is_an_infrastructure_failure_and_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.agent.mcp._PROBE_TIMEOUT_S", 0.2)
@@ -180,7 +180,7 @@ async def test_other_text_between_messages_is_passed_over() -> None:
         assert (await call(server.tools, "chatty")).content == "1"
 
 
-async def test_a_server_that_dies_too_often_ends_its_users(
+async def test_server_that_dies_too_often_ends_its_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.agent.mcp._MAX_RESTARTS", 1)
@@ -197,8 +197,8 @@ async def test_a_server_that_dies_too_often_ends_its_users(
 
 
 async def test_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
-    given = McpServerSettings(command=tuple(RAW))
-    async with mcp_servers({"calculator": given}, log_dir=tmp_path / "logs") as servers:
+    inputs = McpServerSettings(command=tuple(RAW))
+    async with mcp_servers({"calculator": inputs}, log_dir=tmp_path / "logs") as servers:
         server = servers["calculator"]
         await call(server.tools, "end")
         await eventually(lambda: "bye" in server._why)
@@ -215,7 +215,7 @@ async def test_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
         ),
     ],
 )
-async def test_a_server_that_cannot_be_used_is_refused_with_the_reason(
+async def test_server_that_cannot_be_used_is_refused_with_the_reason(
     arguments: list[str], message: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -224,7 +224,7 @@ async def test_a_server_that_cannot_be_used_is_refused_with_the_reason(
     assert message in str(refused.value)
 
 
-async def test_a_program_that_is_missing_is_refused() -> None:
+async def test_program_that_is_missing_is_refused() -> None:
     with pytest.raises(RequestError, match="there is no program 'no-such-program'"):
         async with mcp_server(["no-such-program"]):
             pass
@@ -250,7 +250,7 @@ async def test_bad_arguments_are_named(options: dict[str, Any], message: str) ->
 
 
 @pytest.mark.full
-async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
+async def test_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = (
         "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
@@ -302,12 +302,12 @@ async def called_twice(tools: Tools, name: str, *, adjourned: bool = False) -> l
     """Call a tool twice at the same time, and then perhaps `adjourn`; return both outputs."""
     outputs: list[str] = []
 
-    async def one() -> None:
+    async def single() -> None:
         outputs.append((await tools.run(name, {})).content)
 
     async with anyio.create_task_group() as calls:
         for _ in range(2):
-            calls.start_soon(one)
+            calls.start_soon(single)
         await anyio.wait_all_tasks_blocked()
         if adjourned:
             await tools.run("adjourn", {})
@@ -326,14 +326,14 @@ async def test_calls_that_only_read_and_calls_of_a_shared_server_run_together() 
         assert await called_twice(tools, "meet") == ["together", "together"]
 
 
-async def test_a_rollouts_own_server_is_not_restarted_since_its_state_is_lost() -> None:
+async def test_rollouts_own_server_is_not_restarted_since_its_state_is_lost() -> None:
     async with mcp_server(RAW) as tools:
         for name in ("end", "count", "count"):
             lost = await call(tools, name)
             assert lost.status is ToolCallStatus.INFRASTRUCTURE
 
 
-async def test_a_rollout_calls_it_in_mid_stream(healthy: McpServer) -> None:
+async def test_rollout_calls_it_in_mid_stream(healthy: McpServer) -> None:
     async def until_called() -> None:
         await eventually(lambda: healthy._slots.borrowed_tokens == 1)
 
@@ -349,7 +349,7 @@ async def test_a_rollout_calls_it_in_mid_stream(healthy: McpServer) -> None:
     assert [result.content for result in trajectory.results] == ["done"]
 
 
-async def test_a_rollout_whose_call_was_lost_is_not_scored() -> None:
+async def test_rollout_whose_call_was_lost_is_not_scored() -> None:
     async with shared_server() as server:
         engine = ScriptedEngine(says(call_text("end", {})))
         trajectory = await Rollout(
@@ -385,7 +385,7 @@ class Conversations:
 
 
 @pytest.mark.full
-async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
+async def test_environments_servers_are_ended_at_its_deadline() -> None:
     pids: list[int] = []
 
     @agentloop.environment
@@ -403,7 +403,7 @@ async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
     assert not any(map(alive, pids))
 
 
-async def test_an_environment_whose_server_dies_is_not_to_blame() -> None:
+async def test_environment_whose_server_dies_is_not_to_blame() -> None:
     @agentloop.environment
     async def plays(task: Any, agent: Any) -> float:
         async with agentloop.mcp_server(RAW) as tools:
@@ -418,7 +418,7 @@ async def test_an_environment_whose_server_dies_is_not_to_blame() -> None:
     assert record.reward.reason.startswith("infrastructure: ")
 
 
-async def test_an_environment_whose_server_is_not_ready_in_time_is_not_to_blame() -> None:
+async def test_environment_whose_server_is_not_ready_in_time_is_not_to_blame() -> None:
     @agentloop.environment
     async def plays(task: Any, agent: Any) -> float:
         async with agentloop.mcp_server(SILENT, start_timeout_s=0.2):
@@ -455,10 +455,10 @@ async def over_http(port: int = 0) -> AsyncIterator[str]:
                 process.kill()
 
 
-async def test_a_server_by_http_is_used_alike() -> None:
+async def test_server_by_http_is_used_alike() -> None:
     async with over_http() as url:
-        given = McpServerSettings(url=url, timeout_s=20)
-        async with mcp_servers({"far": given}) as servers:
+        inputs = McpServerSettings(url=url, timeout_s=20)
+        async with mcp_servers({"far": inputs}) as servers:
             tools = servers["far"].tools
             assert (await call(tools, "add", a=1, b=2)).content == "3"
             failed = await call(tools, "fail", why="no such city")
@@ -468,7 +468,7 @@ async def test_a_server_by_http_is_used_alike() -> None:
 
 
 @pytest.mark.full
-async def test_a_server_by_http_that_is_restarted_is_connected_to_again() -> None:
+async def test_server_by_http_that_is_restarted_is_connected_to_again() -> None:
     async with over_http() as url:
         port = int(url.split(":")[2].removesuffix("/mcp"))
         async with mcp_servers({"far": McpServerSettings(url=url, timeout_s=20)}) as servers:
@@ -483,7 +483,7 @@ async def test_a_server_by_http_that_is_restarted_is_connected_to_again() -> Non
                 assert len(statuses) <= 2
 
 
-async def test_a_server_that_cannot_be_reached_says_so() -> None:
+async def test_server_that_cannot_be_reached_says_so() -> None:
     with pytest.raises(McpServerError, match="cannot be used"):
         async with mcp_server(url="http://127.0.0.1:9/mcp"):
             pass
@@ -514,7 +514,7 @@ def _http_answer(kind: str, message: Any) -> web.Response:
     "kind",
     ["error", "no JSON", "no result", "other type", "cut stream", "empty stream", "no content"],
 )
-async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
+async def test_http_error_is_an_infrastructure_failure_and_headers_are_sent(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCP_TEST_TOKEN", "s3cret")

@@ -98,7 +98,7 @@ async def pool() -> AsyncIterator[Pool]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full
-async def test_a_call_ends_before_the_turn_that_wrote_it(kind: str, pool: Pool) -> None:
+async def test_call_ends_before_the_turn_that_wrote_it(kind: str, pool: Pool) -> None:
     opened, name, arguments, output = KINDS[kind]
     ended = anyio.Event()
 

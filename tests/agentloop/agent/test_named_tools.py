@@ -93,13 +93,13 @@ def lambda_like() -> int:
         ("mcp:far/look", "'mcp:far/look': the server has no such tool; it has: find, fetch"),
     ],
 )
-def test_an_unknown_name_is_refused(name: str, message: str) -> None:
+def test_unknown_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         resolve(name)
     assert str(refused.value).startswith(f"tools: {message}")
 
 
-def test_a_function_that_the_settings_do_not_name_is_not_imported(module: str) -> None:
+def test_function_that_the_settings_do_not_name_is_not_imported(module: str) -> None:
     """Otherwise a client of the service could run any function."""
     with pytest.raises(RequestError, match="that the setting `tools` names"):
         resolve(f"{module}:convert")
@@ -114,12 +114,12 @@ def test_a_function_that_the_settings_do_not_name_is_not_imported(module: str) -
         ("number", "tools: 3 is neither a function nor a tool"),
     ],
 )
-def test_an_object_that_is_not_a_tool_is_refused(module: str, attribute: str, message: str) -> None:
+def test_object_that_is_not_a_tool_is_refused(module: str, attribute: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         imported_tools([f"{module}:{attribute}"])
 
 
-def test_a_missing_module_is_named() -> None:
+def test_missing_module_is_named() -> None:
     with pytest.raises(SettingsError, match="tools: there is no module 'no_such_module'"):
         imported_tools(["no_such_module:convert"])
 
@@ -144,7 +144,7 @@ def test_wrong_settings_are_named(overrides: list[str], message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_the_servers_in_a_file_are_read_and_written_back(tmp_path: Path) -> None:
+def test_servers_in_a_file_are_read_and_written_back(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(
         'tools = ["mcp:far/find", "my_tools:convert"]\n'

@@ -96,7 +96,7 @@ def test_results_are_in_the_order_of_their_calls() -> None:
     ]
 
 
-def test_a_result_without_an_id_answers_the_next_call() -> None:
+def test_result_without_an_id_answers_the_next_call() -> None:
     messages = [calling(call("c1", "{}"), call("c2", "{}")), result(None, "x"), result(None, "y")]
     assert normal_form(messages)[1:] == [result("c1", "x"), result("c2", "y")]
 
@@ -106,7 +106,7 @@ def test_parts_are_one_text() -> None:
     assert normal_form([{"role": "assistant", "content": parts}])[0]["content"] == "ab"
 
 
-def test_an_image_in_a_result_becomes_text() -> None:
+def test_image_in_a_result_becomes_text() -> None:
     parts = [{"type": "text", "text": "seen: "}, {"type": "image_url", "image_url": {"url": "x"}}]
     (message,) = normal_form([result("c1", parts)])
     assert message["content"] == "seen: [image_url omitted: the model reads text only]"
@@ -143,7 +143,7 @@ def test_errors_name_message_and_field(message: object, error: str) -> None:
         normal_form([{"role": "user", "content": "hi"}, message])
 
 
-def test_an_image_of_a_user_is_refused_by_name() -> None:
+def test_image_of_a_user_is_refused_by_name() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(Unsupported, match=r'messages\[0\].content\[0\].type: "image_url"'):
         normal_form([{"role": "user", "content": parts}])
@@ -151,10 +151,10 @@ def test_an_image_of_a_user_is_refused_by_name() -> None:
 
 def test_one_call_each_keeps_results_with_their_calls() -> None:
     first, second = call("c1", {}), call("c2", {})
-    asked = {"role": "assistant", "content": "both", "tool_calls": [first, second]}
+    requests = {"role": "assistant", "content": "both", "tool_calls": [first, second]}
     user = {"role": "user", "content": "hi"}
-    assert one_call_each([asked, result("c1"), result("c2"), result("c9"), user]) == [
-        {**asked, "tool_calls": [first]},
+    assert one_call_each([requests, result("c1"), result("c2"), result("c9"), user]) == [
+        {**requests, "tool_calls": [first]},
         result("c1"),
         {"role": "assistant", "content": "", "tool_calls": [second]},
         result("c2"),

@@ -24,8 +24,8 @@ CHAT = chat_format()
 def generation(
     *script: Step, stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = CHAT.stop_ids
 ) -> RawGeneration:
-    asked = Generation("r", "k", [1, 2], Sampling(), 50, stop_ids)
-    return RawGeneration(ScriptedEngine(script), CHAT, asked, CHAT.vocab_size, stop)
+    requests = Generation("r", "k", [1, 2], Sampling(), 50, stop_ids)
+    return RawGeneration(ScriptedEngine(script), CHAT, requests, CHAT.vocab_size, stop)
 
 
 async def generate(*script: Step, stop: tuple[str, ...] = ()) -> RawGeneration:

@@ -134,7 +134,7 @@ seeded = pytest.mark.timeout(120 + EXAMPLES // 4)
 @seeded
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.full
-def test_a_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
+def test_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
     chat, hf = chat_of(name), fast_tokenizer(name)
     for example, dice in conversations(f"ids {name}", num_conversations(name)):
         many = range(num_calls(name, dice))
@@ -250,7 +250,7 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
         ("meta-llama-Llama-3.1-8B-Instruct", "<|eot_id|><|start_header_id|>ipython"),
     ],
 )
-def test_a_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -> None:
+def test_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -> None:
     chat = chat_of(name)
     call = ToolCall(call_id(name), "multiply", {}, "", 0, 0)
     (inside,) = chat.encode("x")
@@ -263,7 +263,7 @@ def test_a_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_history_is_read_in_every_form_in_which_clients_write_it(name: str) -> None:
+def test_history_is_read_in_every_form_in_which_clients_write_it(name: str) -> None:
     chat = chat_of(name)
     made = calls_tool(name, "x")
 
@@ -314,12 +314,12 @@ def test_results_keep_their_order_beside_their_ids(name: str) -> None:
     messages = [user("hi"), calls_tool(name, "x", "y"), *reversed(results)]
     answer = {"role": "assistant", "content": "done"}
     dialogue = Dialogue([*messages, answer], TOOLS, "here")
-    found = trajectories_of(chat, dialogue, max_tool_response_tokens=512)
-    observed = chat.decode(found[0].turns[0].observation_ids)
+    result = trajectories_of(chat, dialogue, max_tool_response_tokens=512)
+    observed = chat.decode(result[0].turns[0].observation_ids)
     assert observed.strip() in chat.decode(chat.prompt(messages, TOOLS))
 
 
-def test_a_refusal_of_the_template_names_the_message() -> None:
+def test_refusal_of_the_template_names_the_message() -> None:
     chat = chat_of("Qwen-Qwen3.5-0.8B")
     messages = [user("hi"), {"role": "system", "content": "s"}, user("hi")]
     with pytest.raises(RequestError, match=r"^messages\[1\]: the model's chat template says: Sys"):

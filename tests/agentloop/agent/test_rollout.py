@@ -109,7 +109,7 @@ def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
     assert trajectory.to_dict_per_token()["ids"] == ids
 
 
-async def test_a_question_is_answered() -> None:
+async def test_question_is_answered() -> None:
     engine = ScriptedEngine(says("It is 1776."))
     trajectory = await rollout(engine).run()
     check(trajectory, engine)
@@ -121,7 +121,7 @@ async def test_a_question_is_answered() -> None:
     ]
 
 
-async def test_a_call_is_run_and_its_result_read_in_the_next_turn() -> None:
+async def test_call_is_run_and_its_result_read_in_the_next_turn() -> None:
     engine = ScriptedEngine(says(call_text("multiply", {"a": 37, "b": 48})), says("It is 1776."))
     trajectory = await rollout(engine, [multiply]).run()
     check(trajectory, engine)
@@ -131,7 +131,7 @@ async def test_a_call_is_run_and_its_result_read_in_the_next_turn() -> None:
     assert result.dispatched_s <= result.started_s <= result.ended_s <= trajectory.elapsed_s
 
 
-async def test_a_conversation_goes_on_while_the_user_replies() -> None:
+async def test_conversation_goes_on_while_the_user_replies() -> None:
     engine = ScriptedEngine(
         says("Is it 50?"), says(call_text("multiply", {"a": 5, "b": 15})), says("75?"), says("62?")
     )
@@ -159,7 +159,7 @@ async def test_a_conversation_goes_on_while_the_user_replies() -> None:
         (Budget(max_response_tokens=40), StopReason.TOKEN_BUDGET),
     ],
 )
-async def test_the_user_hears_the_last_answer_within_the_budget(
+async def test_user_hears_the_last_answer_within_the_budget(
     budget: Budget, stop_reason: StopReason
 ) -> None:
     heard: list[str] = []
@@ -174,7 +174,7 @@ async def test_the_user_hears_the_last_answer_within_the_budget(
     assert (heard, trajectory.stop_reason) == (["50?", "75?"], stop_reason)
 
 
-async def test_an_error_of_the_user_is_raised_and_leaves_nothing_behind() -> None:
+async def test_error_of_the_user_is_raised_and_leaves_nothing_behind() -> None:
     async def reply(answer: str) -> str:
         raise KeyError(answer)
 
@@ -198,7 +198,7 @@ async def test_events_are_emitted_in_order() -> None:
     assert text == f"{call_text('echo', {'text': 'x'})}{END}done{END}"
 
 
-async def test_a_call_starts_while_its_turn_is_generated() -> None:
+async def test_call_starts_while_its_turn_is_generated() -> None:
     started = anyio.Event()
 
     async def ping() -> str:
@@ -263,7 +263,7 @@ def turn_text(calls: list[tuple[str, int]], text: str) -> str:
 
 @settings(max_examples=40, deadline=None)
 @given(scripts, st.lists(st.integers(0, 150), max_size=12), st.booleans(), st.integers(8, 30))
-async def test_the_trajectory_equals_that_of_serial_execution(
+async def test_trajectory_equals_that_of_serial_execution(
     script: Script, cuts: list[int], with_text: bool, limit: int
 ) -> None:
     async def later(n: int) -> str:
@@ -296,7 +296,7 @@ async def test_the_trajectory_equals_that_of_serial_execution(
     assert [r.status for r in cut.results] == [r.status for r in serial.results]
 
 
-async def test_a_malformed_call_gets_an_error_message() -> None:
+async def test_malformed_call_gets_an_error_message() -> None:
     engine = ScriptedEngine(says("<tool_call>{nope</tool_call>"), says("sorry"))
     trajectory = await rollout(engine, [multiply]).run()
     check(trajectory, engine)
@@ -306,7 +306,7 @@ async def test_a_malformed_call_gets_an_error_message() -> None:
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_an_unclosed_call_at_the_end_of_a_turn_gets_an_error_message() -> None:
+async def test_unclosed_call_at_the_end_of_a_turn_gets_an_error_message() -> None:
     engine = ScriptedEngine(says('<tool_call>{"name": "multiply"'), says("sorry"))
     trajectory = await rollout(engine, [multiply]).run()
     assert [r.status for r in trajectory.results] == [ToolCallStatus.MALFORMED]
@@ -337,7 +337,7 @@ async def test_response_tokens_are_bounded_including_tool_responses(spare: int) 
     assert trajectory.num_response_tokens <= used + spare
 
 
-async def test_the_context_length_bounds_a_turn() -> None:
+async def test_context_length_bounds_a_turn() -> None:
     length = len(CHAT.prompt(ASKED)) + 5
     engine = ScriptedEngine(says("abcde", end=TurnEnd.LENGTH), context_length=length)
     trajectory = await rollout(engine).run()
@@ -345,7 +345,7 @@ async def test_the_context_length_bounds_a_turn() -> None:
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
 
 
-async def test_a_prompt_that_is_too_long_is_rejected_before_anything_runs() -> None:
+async def test_prompt_that_is_too_long_is_rejected_before_anything_runs() -> None:
     engine = ScriptedEngine(context_length=len(CHAT.prompt(ASKED)))
     with pytest.raises(PromptTooLong, match="maximum context length is 22"):
         await rollout(engine).run()
@@ -376,7 +376,7 @@ async def test_no_turn_starts_without_budget_for_a_token() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=8), st.booleans())
-async def test_a_stop_sequence_ends_a_turn_at_the_token_that_completes_it(
+async def test_stop_sequence_ends_a_turn_at_the_token_that_completes_it(
     cuts: list[int], with_text: bool
 ) -> None:
     ids = written(CHAT, f"hello world, what STOP hello{END}")
@@ -391,7 +391,7 @@ async def test_a_stop_sequence_ends_a_turn_at_the_token_that_completes_it(
     assert trajectory.answer == "hello world, what"
 
 
-async def test_a_stop_sequence_frees_the_server_at_once() -> None:
+async def test_stop_sequence_frees_the_server_at_once() -> None:
     engine = ScriptedEngine([*says("a STOP b")[:-2], anyio.sleep_forever])
     trajectory = await rollout(engine, options=TurnOptions(stop=("STOP",))).run()
     check(trajectory, engine)
@@ -407,7 +407,7 @@ async def test_stop_sequences_in_a_call_or_across_turns_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("end", [TurnEnd.STOP, TurnEnd.LENGTH])
-async def test_a_stop_sequence_that_is_complete_only_at_the_end_of_the_turn(end: TurnEnd) -> None:
+async def test_stop_sequence_that_is_complete_only_at_the_end_of_the_turn(end: TurnEnd) -> None:
     """The text held back may have been the beginning of a tag."""
     engine = ScriptedEngine(says("1 <", end=end))
     trajectory = await rollout(engine, options=TurnOptions(stop=("<",))).run()
@@ -479,14 +479,14 @@ async def test_calls_beyond_the_limit_of_a_turn_are_ignored(
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_a_call_left_open_beyond_the_limit_is_ignored() -> None:
+async def test_call_left_open_beyond_the_limit_is_ignored() -> None:
     call = call_text("echo", {"text": "a"})
     engine = ScriptedEngine(says(f"{call}<tool_call>"), says("done"))
     trajectory = await rollout(engine, [echo], budget=Budget(max_calls_per_turn=1)).run()
     assert [result.content for result in trajectory.turns[0].results] == ["a"]
 
 
-async def test_a_response_is_cut_by_characters_and_then_by_tokens() -> None:
+async def test_response_is_cut_by_characters_and_then_by_tokens() -> None:
     text = "x" * 30 + "y" * 30
     engine = ScriptedEngine(says(call_text("echo", {"text": text})), says("done"))
     budget = Budget(max_tool_response_chars=8)
@@ -516,7 +516,7 @@ async def test_only_the_first_turn_must_call() -> None:
 
 
 @pytest.mark.parametrize("rules", [OutputRules("required"), OutputRules("echo"), OutputRules()])
-async def test_a_forced_call_is_found_however_its_markers_are_spelled(rules: OutputRules) -> None:
+async def test_forced_call_is_found_however_its_markers_are_spelled(rules: OutputRules) -> None:
     """A grammar admits every spelling. In a free turn, only the tokens of markers are markers."""
     spelled = [*CHAT.encode(call_text("echo", {"text": "x"})), *written(CHAT, END)]
     assert CHAT.token_id("<tool_call>") not in spelled
@@ -534,7 +534,7 @@ async def test_a_forced_call_is_found_however_its_markers_are_spelled(rules: Out
         (OutputRules(schema={}), "^response_format: its schema or a tool's .*: Failed to"),
     ],
 )
-async def test_a_refused_grammar_names_its_field(rules: OutputRules, error: str) -> None:
+async def test_refused_grammar_names_its_field(rules: OutputRules, error: str) -> None:
     engine = ScriptedEngine([RequestError("Failed to compile structural_tag grammar: nope")])
     with pytest.raises(RequestError, match=error):
         await rollout(engine, [echo], options=TurnOptions(rules=rules)).run()
@@ -564,7 +564,7 @@ async def test_only_someone_who_reads_along_gets_a_frame_for_each_token(with_tex
     assert (engine.asked[0].stream_interval == 1) is with_text
 
 
-async def test_the_answer_is_the_content_of_the_last_turn() -> None:
+async def test_answer_is_the_content_of_the_last_turn() -> None:
     text = "\n<answer>\n\\boxed{4}\n</answer>"
     engine = ScriptedEngine(
         says(f"Wait.{call_text('echo', {'text': 'x'})}"), says(f"<think>so</think>{text}")
@@ -583,7 +583,7 @@ async def test_reasoning_that_is_cut_off_is_not_an_answer() -> None:
     assert (await Rollout(engine, chat, ASKED).run()).answer == ""
 
 
-async def test_a_turn_records_the_likeliest_tokens() -> None:
+async def test_turn_records_the_likeliest_tokens() -> None:
     ids = written(CHAT, "hello" + END)
     top = [[(-0.1, 5), (-2.0, 6)] for _ in ids]
     (chunk,) = chunks(ids)
@@ -594,7 +594,7 @@ async def test_a_turn_records_the_likeliest_tokens() -> None:
     assert trajectory.turns[0].cached_tokens == 7
 
 
-async def test_the_length_of_a_turn_is_bounded() -> None:
+async def test_length_of_a_turn_is_bounded() -> None:
     engine = ScriptedEngine(says("abc", end=TurnEnd.LENGTH))
     trajectory = await rollout(engine, budget=Budget(max_turn_tokens=3)).run()
     assert engine.asked[0].max_new_tokens == 3
@@ -602,7 +602,7 @@ async def test_the_length_of_a_turn_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("where", ["generating", "tool", "opening"])
-async def test_the_timeout_applies_everywhere(where: str) -> None:
+async def test_timeout_applies_everywhere(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     script: list[Step] = [anyio.sleep_forever] if where == "generating" else []
     engine = ScriptedEngine([*script, *says(call_text("stateful", {}))], says("done"))
@@ -628,7 +628,7 @@ async def test_running_out_of_tokens_cancels_the_calls_of_the_turn(answers_first
     assert (tool.num_open, tool.running) == (0, 0)
 
 
-async def test_a_lost_server_is_an_infrastructure_failure() -> None:
+async def test_lost_server_is_an_infrastructure_failure() -> None:
     script: list[Step] = [*says("It is", end=TurnEnd.LENGTH)[:-1], ServerUnavailable("gone")]
     engine = ScriptedEngine(script)
     trajectory = await rollout(engine).run()
@@ -639,7 +639,7 @@ async def test_a_lost_server_is_an_infrastructure_failure() -> None:
 
 
 @pytest.mark.parametrize("end", [None, TurnEnd.ABORT])
-async def test_a_turn_without_an_end_is_not_an_answer(end: TurnEnd | None) -> None:
+async def test_turn_without_an_end_is_not_an_answer(end: TurnEnd | None) -> None:
     engine = ScriptedEngine(list(chunks(written(CHAT, "It is"), end=end)))
     trajectory = await rollout(engine).run()
     check(trajectory, engine)
@@ -661,7 +661,7 @@ class Broken(Stateful):
             raise LostError
 
 
-async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> None:
+async def test_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> None:
     class Lost:
         name = "lost"
         schema: Mapping[str, Any] = {"type": "function", "function": {"name": name}}
@@ -680,7 +680,7 @@ async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> 
     assert trajectory.error == "lost: worker died"
 
 
-async def test_a_programming_error_is_raised_unchanged() -> None:
+async def test_programming_error_is_raised_unchanged() -> None:
     engine = ScriptedEngine([*says(call_text("broken", {}))[:-1], anyio.sleep_forever])
     events: list[Event] = []
     tool = Broken()
@@ -691,7 +691,7 @@ async def test_a_programming_error_is_raised_unchanged() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-async def test_a_request_error_is_raised_unwrapped(early: bool) -> None:
+async def test_request_error_is_raised_unwrapped(early: bool) -> None:
     script: list[Step] = [*([] if early else says("hm")[:1]), RequestError("ids: bad")]
     engine = ScriptedEngine(script)
     with pytest.raises(RequestError, match="ids: bad"):
@@ -699,7 +699,7 @@ async def test_a_request_error_is_raised_unwrapped(early: bool) -> None:
     assert (engine.num_open, len(engine.forgotten)) == (0, 1)
 
 
-async def test_a_bad_request_starts_nothing() -> None:
+async def test_bad_request_starts_nothing() -> None:
     engine = ScriptedEngine()
     events: list[Event] = []
     with pytest.raises(RequestError, match="two are named 'echo'"):
@@ -786,7 +786,7 @@ async def test_cancel_at_any_point_sets_the_stop_reason_and_leaves_nothing_behin
 
 
 @pytest.mark.parametrize("where", ["after", "answered"])
-async def test_a_late_cancel_does_not_change_the_stop_reason(where: str) -> None:
+async def test_late_cancel_does_not_change_the_stop_reason(where: str) -> None:
     engine = ScriptedEngine(says("It is 1776."))
     made = rollout(engine)
     if where == "answered":  # but is not told of yet
@@ -824,7 +824,7 @@ async def test_caller_tools_end_the_rollout() -> None:
 
 
 @pytest.mark.parametrize("length", [40, 41, 5_000, 200_000])
-async def test_a_long_tool_response_keeps_its_head_and_its_tail(length: int) -> None:
+async def test_long_tool_response_keeps_its_head_and_its_tail(length: int) -> None:
     content = "".join(chr(ord("a") + n % 26) for n in range(length))
 
     async def long() -> str:
@@ -850,7 +850,7 @@ async def test_a_long_tool_response_keeps_its_head_and_its_tail(length: int) -> 
     assert trajectory.results[0].content == content  # the record has all of it
 
 
-async def test_a_cut_response_of_few_long_tokens_says_so() -> None:
+async def test_cut_response_of_few_long_tokens_says_so() -> None:
     async def line() -> str:
         """Draw a line."""
         return "=" * 100_000
@@ -890,7 +890,7 @@ async def test_versions_change_with_the_weights_within_a_turn() -> None:
     ]
 
 
-async def test_the_servers_version_spans_take_precedence_from_their_start() -> None:
+async def test_servers_version_spans_take_precedence_from_their_start() -> None:
     ids = written(CHAT, f"abcdef{END}")
     *script, last = chunks(ids, range(1, len(ids)), version="seen")
     account = (VersionSpan("v1", 2, 4), VersionSpan("v2", 4, len(ids)))

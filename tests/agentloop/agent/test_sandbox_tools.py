@@ -77,7 +77,7 @@ def pool(fake: FakePool) -> Pool:
     return cast(Pool, fake)
 
 
-async def test_a_program_gets_its_input_and_its_deadline() -> None:
+async def test_program_gets_its_input_and_its_deadline() -> None:
     fake = FakePool(result(stdout="1776\n"))
     async with Tools([PythonCode(pool(fake), timeout_s=2.5)]) as tools:
         output = await tools.run(PythonCode.name, {"code": "print(1)", "input": "x"})
@@ -149,7 +149,7 @@ async def test_cells_share_a_session_that_ends_with_the_trajectory() -> None:
     assert (fake.num_sessions, fake.num_open) == (1, 0)
 
 
-async def test_a_notebook_killed_by_the_model_is_restarted_with_a_note() -> None:
+async def test_notebook_killed_by_the_model_is_restarted_with_a_note() -> None:
     fake = FakePool(result(SandboxStatus.OOM), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "x"})
@@ -161,7 +161,7 @@ async def test_a_notebook_killed_by_the_model_is_restarted_with_a_note() -> None
     assert (fake.num_sessions, fake.num_open) == (2, 0)
 
 
-async def test_a_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_process() -> None:
+async def test_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_process() -> None:
     fake = FakePool(result(stdout="a\n"), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "os._exit(0)"})
@@ -172,7 +172,7 @@ async def test_a_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_
     assert fake.num_sessions == 2
 
 
-async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastructure() -> None:
+async def test_cell_after_a_process_that_ended_itself_is_an_error_not_infrastructure() -> None:
     """Otherwise a model could discard a rollout that goes wrong."""
     fake = FakePool(SessionLost("it ended", LostBy.PROGRAM), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
@@ -186,7 +186,7 @@ async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastr
 
 
 @pytest.mark.parametrize("by", [LostBy.INFRASTRUCTURE, LostBy.CALLER])
-async def test_a_notebook_lost_by_the_sandbox_is_an_infrastructure_failure(by: LostBy) -> None:
+async def test_notebook_lost_by_the_sandbox_is_an_infrastructure_failure(by: LostBy) -> None:
     fake = FakePool(SessionLost("worker died", by))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
@@ -200,7 +200,7 @@ async def test_no_free_session_for_a_notebook_is_an_infrastructure_failure() -> 
     assert "no seat" in output.content
 
 
-async def test_a_cancelled_cell_leaves_no_session() -> None:
+async def test_cancelled_cell_leaves_no_session() -> None:
     fake = FakePool()
     with anyio.CancelScope() as scope:
         async with Tools([JupyterCode(pool(fake))]) as tools, anyio.create_task_group() as tasks:

@@ -71,7 +71,7 @@ cut_places = st.lists(st.integers(0, 60), max_size=8)
 
 
 @given(cut_places, st.booleans())
-async def test_a_thought_that_is_too_long_is_closed_and_the_model_goes_on(
+async def test_thought_that_is_too_long_is_closed_and_the_model_goes_on(
     cuts: list[int], with_text: bool
 ) -> None:
     model = Model(f"<think>{'hello world, ' * 9}", f"It is 1776.{END}", cuts=cuts)
@@ -101,7 +101,7 @@ async def test_shorter_thoughts_and_long_answers_are_left_alone(text: str) -> No
     assert record.turns[0].output_ids == model.ids[0]
 
 
-async def test_a_thought_that_the_prompt_opened_is_limited() -> None:
+async def test_thought_that_the_prompt_opened_is_limited() -> None:
     model = Model("hello world, hello world, hello", f"It is 1776.{END}")
     record = await model.answer(3, chat=OPENING)
     assert record.turns[0].output_ids == model.ids[0][:3]
@@ -116,7 +116,7 @@ async def test_each_thought_has_the_whole_limit() -> None:
     assert [turn.end for turn in record] == [TurnEnd.THOUGHT, TurnEnd.THOUGHT, TurnEnd.STOP]
 
 
-async def test_a_closed_thought_is_not_a_turn_of_the_budget() -> None:
+async def test_closed_thought_is_not_a_turn_of_the_budget() -> None:
     long = "<think>hello world, hello world, hello"
     call = call_text("multiply", {"a": 37, "b": 48}) + END
     model = Model(long, call, long, f"It is 1776.{END}")
@@ -129,7 +129,7 @@ async def test_a_closed_thought_is_not_a_turn_of_the_budget() -> None:
     assert messages[2]["content"] == f"{thought}{CLOSED}It is 1776."
 
 
-async def test_a_call_in_a_thought_runs_and_the_limit_waits() -> None:
+async def test_call_in_a_thought_runs_and_the_limit_waits() -> None:
     call = call_text("multiply", {"a": 37, "b": 48})
     model = Model(f"<think>{call}{'hello ' * 9}{END}", f"It is 1776.{END}")
     record = await model.answer(3, tools=[multiply])
@@ -137,7 +137,7 @@ async def test_a_call_in_a_thought_runs_and_the_limit_waits() -> None:
     assert record.turns[0].output_ids == model.ids[0]
 
 
-async def test_a_forced_call_is_still_forced_after_the_thought() -> None:
+async def test_forced_call_is_still_forced_after_the_thought() -> None:
     call = call_text("multiply", {"a": 37, "b": 48}) + END
     model = Model("<think>hello world, hello world", call, f"It is 1776.{END}")
     options = TurnOptions(rules=OutputRules("required"))
@@ -146,7 +146,7 @@ async def test_a_forced_call_is_still_forced_after_the_thought() -> None:
     assert forced == [True, True, False]
 
 
-async def test_a_format_whose_thoughts_cannot_be_closed_is_refused() -> None:
+async def test_format_whose_thoughts_cannot_be_closed_is_refused() -> None:
     harmony = next(family for family in FAMILIES if family.name == "harmony")
     with pytest.raises(RequestError, match=r"max_thought_tokens.*harmony.*reasoning_effort"):
         Budget(max_thought_tokens=3).check(harmony)

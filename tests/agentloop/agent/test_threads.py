@@ -46,11 +46,11 @@ def model(messages: list[Any]) -> Any:
         case 0:
             return agentloop.call("query", sql="CREATE TABLE fruit (name TEXT)")
         case 1:
-            both = [
+            pair = [
                 agentloop.call("query", sql=f"INSERT INTO fruit VALUES ('{name}')")
                 for name in ("apple", "pear")
             ]
-            return {**both[0], "tool_calls": [call for each in both for call in each["tool_calls"]]}
+            return {**pair[0], "tool_calls": [call for each in pair for call in each["tool_calls"]]}
         case 2:
             return agentloop.call("query", sql="SELECT name FROM fruit ORDER BY name")
     return str(messages[-1]["content"])
@@ -125,11 +125,11 @@ def thread_id() -> str:
 
 async def test_each_rollout_has_its_own_thread() -> None:
     async def ids_of_rollout() -> set[str]:
-        found = set()
+        result = set()
         for _ in range(3):
             async with Tools([thread_id]) as tools:
-                found |= {(await tools.run("thread_id", {})).content for _ in range(2)}
-        return found
+                result |= {(await tools.run("thread_id", {})).content for _ in range(2)}
+        return result
 
     rollouts = [RolloutThreads(), RolloutThreads()]
     ids = []

@@ -31,7 +31,7 @@ load_tokenizer(SMALL)
 @pytest.mark.timeout(60)  # imports transformers
 @pytest.mark.parametrize(("program", "is_told"), [("import transformers", True), (OURS, False)])
 @pytest.mark.full
-def test_a_base_install_does_not_hear_that_there_is_no_torch(program: str, is_told: bool) -> None:
+def test_base_install_does_not_hear_that_there_is_no_torch(program: str, is_told: bool) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(program)],

@@ -80,17 +80,17 @@ RELEASE = [
 
 
 @pytest.mark.parametrize(("call_result", "text"), PAPER)
-def test_a_response_in_the_papers_form(call_result: CallResult, text: str) -> None:
+def test_response_in_the_papers_form(call_result: CallResult, text: str) -> None:
     assert describe(call_result, CODE, tool_format="paper") == text
 
 
 @pytest.mark.parametrize(("call_result", "text"), RELEASE)
-def test_a_response_in_the_releases_form(call_result: CallResult, text: str) -> None:
+def test_response_in_the_releases_form(call_result: CallResult, text: str) -> None:
     assert describe(call_result, CODE, tool_format="release") == text
 
 
 @pytest.mark.parametrize("line", [None, 0, 9])
-def test_an_error_without_a_line_of_the_code_is_shown_without_one(line: int | None) -> None:
+def test_error_without_a_line_of_the_code_is_shown_without_one(line: int | None) -> None:
     error = CallError("E", "no", line=line, traceback="T\n")
     text = describe(
         result(SandboxStatus.ERROR, stderr="T\n", error=error), CODE, tool_format="release"
@@ -98,7 +98,7 @@ def test_an_error_without_a_line_of_the_code_is_shown_without_one(line: int | No
     assert "stderr: E: no\n" in text
 
 
-def test_a_traceback_that_was_cut_is_kept_as_it_is() -> None:
+def test_traceback_that_was_cut_is_kept_as_it_is() -> None:
     cut = result(SandboxStatus.ERROR, stderr="...efined\n", error=NAME_ERROR)
     assert "stderr: ...efined\n" in describe(cut, CODE, tool_format="release")
 
@@ -162,7 +162,7 @@ def test_schemas_by_wording() -> None:
 
 
 @given(st.text(max_size=40), st.integers(2, 30))
-def test_the_middle_of_a_long_text_is_cut_out(content: str, limit: int) -> None:
+def test_middle_of_a_long_text_is_cut_out(content: str, limit: int) -> None:
     shortened = without_middle(content, limit)
     if len(content) <= limit:
         assert shortened == content

@@ -59,7 +59,7 @@ async def call(function: Callable[..., Any], /, **arguments: Any) -> ToolOutput:
         return await tools.run(function.__name__, arguments)
 
 
-def test_a_one_line_docstring_is_enough_for_a_schema() -> None:
+def test_one_line_docstring_is_enough_for_a_schema() -> None:
     schema = as_tool(multiply).schema
     assert schema["function"]["name"] == "multiply"
     assert schema["function"]["description"] == "Multiply two integers."
@@ -69,7 +69,7 @@ def test_a_one_line_docstring_is_enough_for_a_schema() -> None:
     assert multiply.__doc__ == "Multiply two integers."  # left as it was
 
 
-def test_a_google_docstring_describes_the_arguments() -> None:
+def test_google_docstring_describes_the_arguments() -> None:
     properties = as_tool(greet).schema["function"]["parameters"]["properties"]
     assert properties["name"]["description"] == "The person to greet."
     assert properties["loud"]["type"] == "boolean"
@@ -127,7 +127,7 @@ def test_duplicate_tool_names_are_rejected() -> None:
         ({"type": "function", "function": {"name": 3}}, "function.name is missing"),
     ],
 )
-def test_an_invalid_schema_is_rejected(schema: dict[str, Any], error: str) -> None:
+def test_invalid_schema_is_rejected(schema: dict[str, Any], error: str) -> None:
     with pytest.raises(RequestError, match=error):
         CallerTool(schema)
 
@@ -168,7 +168,7 @@ async def test_values_become_text(value: Any, text: str) -> None:
         ({"a": 1, "argument_0": 3}, "argument_0: Extra inputs"),
     ],
 )
-async def test_the_model_is_told_about_bad_arguments(arguments: dict[str, Any], error: str) -> None:
+async def test_model_is_told_about_bad_arguments(arguments: dict[str, Any], error: str) -> None:
     output = await call(multiply, **arguments)
     assert output.status is ToolCallStatus.BAD_ARGUMENTS
     assert error in output.content
@@ -185,7 +185,7 @@ async def test_parameters_may_have_any_name() -> None:
     assert "copy: " in wrong.content
 
 
-async def test_the_model_reads_a_tools_exception() -> None:
+async def test_model_reads_a_tools_exception() -> None:
     def bad() -> None:
         """Raise."""
         raise ValueError("no such thing")
@@ -207,7 +207,7 @@ async def test_the_model_reads_a_tools_exception() -> None:
     assert (await call(exiting)).status is ToolCallStatus.ERROR
 
 
-async def test_a_tool_that_hangs_is_stopped() -> None:
+async def test_tool_that_hangs_is_stopped() -> None:
     cancelled = anyio.Event()
 
     async def hang() -> None:
@@ -223,7 +223,7 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
     assert cancelled.is_set()
 
 
-async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
+async def test_hanging_thread_is_abandoned_and_keeps_counting() -> None:
     release = threading.Event()
 
     def hang() -> str:
@@ -238,14 +238,14 @@ async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
         release.set()
 
 
-async def test_an_unknown_tool_gets_the_list_of_tools() -> None:
+async def test_unknown_tool_gets_the_list_of_tools() -> None:
     async with Tools([multiply, greet]) as tools:
         output = await tools.run("nope", {})
     assert output.status is ToolCallStatus.UNKNOWN_TOOL
     assert "the tools are: multiply, greet" in output.content
 
 
-async def test_a_caller_with_tools_gets_calls_of_unknown_tools() -> None:
+async def test_caller_with_tools_gets_calls_of_unknown_tools() -> None:
     """The caller may know what the model meant, or report the error in its own way."""
     theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([theirs]) as tools:
@@ -346,7 +346,7 @@ async def test_two_first_calls_at_once_open_once() -> None:
     assert tool.num_opened == 1
 
 
-async def test_a_lost_state_is_closed_and_opened_anew() -> None:
+async def test_lost_state_is_closed_and_opened_anew() -> None:
     tool = Stateful(lose_after=1)
     async with Tools([tool]) as tools:
         outputs = [(await tools.run("stateful", {})).content for _ in range(4)]
@@ -381,7 +381,7 @@ async def test_after_a_cancelled_call_the_next_can_run(point: str) -> None:
     assert (tool.num_open, tool.running) == (0, 0)
 
 
-async def test_a_caller_tool_runs_nothing() -> None:
+async def test_caller_tool_runs_nothing() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([tool]) as tools:
         assert (await tools.run("theirs", {"any": "thing"})).status is ToolCallStatus.CALLER
@@ -423,7 +423,7 @@ async def test_whatever_a_tool_does_is_an_error_that_the_model_reads(
     assert output.content.startswith("[error] ")
 
 
-async def test_an_async_function_in_a_plain_wrapper_is_awaited() -> None:
+async def test_async_function_in_a_plain_wrapper_is_awaited() -> None:
     @functools.wraps(greet)
     def greet_wrapper(name: str, *, loud: bool = False) -> Any:
         return greet(name, loud=loud)
@@ -444,7 +444,7 @@ async def yields_later() -> Any:
 
 
 @pytest.mark.parametrize("function", [yields, yields_later])
-def test_a_generator_is_not_a_tool(function: Any) -> None:
+def test_generator_is_not_a_tool(function: Any) -> None:
     with pytest.raises(RequestError, match="yields"):
         Tools([function])
 
@@ -507,7 +507,7 @@ def test_calls_at_once_give_the_results_of_calls_one_by_one(calls: list[tuple[st
     assert runs[0][0] == runs[1][0]
 
 
-async def test_a_method_that_is_declared_concurrent_runs_beside_others() -> None:
+async def test_method_that_is_declared_concurrent_runs_beside_others() -> None:
     ledger = Ledger()
     async with Tools([ledger.square]) as tools, anyio.create_task_group() as tasks:
         for number in (5, 6, 7):
@@ -515,7 +515,7 @@ async def test_a_method_that_is_declared_concurrent_runs_beside_others() -> None
     assert ledger.most_running == 3
 
 
-async def test_a_tool_below_which_the_infrastructure_fails_says_so() -> None:
+async def test_tool_below_which_the_infrastructure_fails_says_so() -> None:
     async def judge(text: str) -> str:
         """Judge a text."""
         raise agentloop.InfrastructureFailed("the judge does not respond")
@@ -527,7 +527,7 @@ async def test_a_tool_below_which_the_infrastructure_fails_says_so() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.full
-def test_the_first_function_imports_nothing_slow_once_the_parser_is_imported() -> None:
+def test_first_function_imports_nothing_slow_once_the_parser_is_imported() -> None:
     program = (
         "import sys\n"
         "from agentloop.agent.tools import as_tool, import_schema_parser\n"
@@ -547,7 +547,7 @@ def test_the_first_function_imports_nothing_slow_once_the_parser_is_imported() -
     assert done.stdout.strip() == "False"
 
 
-def test_a_tensor_is_known_to_who_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_is_known_to_who_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tensor:
         pass
 

@@ -93,7 +93,7 @@ def test_last_groups_are_read_in_order(run: Path) -> None:
     assert [item.id for item in last_rollouts(run)[10]] == ["10.0"]
 
 
-def test_a_run_without_tokens_is_refused(tmp_path: Path) -> None:
+def test_run_without_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokens were sampled"):
         last_rollouts(tmp_path)
     folder = RunFolder(tmp_path / "run", "")

@@ -78,7 +78,7 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
     ]
 
 
-def test_the_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) -> None:
+def test_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) -> None:
     first, second = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
     parts = {"waiting for rollouts", "training", "weight sync"}
     plot_runs([first], tmp_path / "a.svg", what=["times"])
@@ -87,7 +87,7 @@ def test_the_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) 
     assert not parts & set(words(tmp_path / "b.svg"))
 
 
-def test_the_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
+def test_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
     more = {"env/guess/reward": 0.5, "env/guess/length_mean": 9, "held_out/env/solve/reward": 1}
     folder, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
     plot_runs([folder], out)
@@ -98,12 +98,12 @@ def test_the_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
 
 def test_metrics_of_an_environment_are_plotted(tmp_path: Path) -> None:
     more = {"part/found": 0.5, "held_out/recorded/tries": 3, "env/guess/recorded/tries": 4}
-    one, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
-    plot_runs([one], out)
+    single, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
+    plot_runs([single], out)
     assert {"part found", "recorded tries", "recorded tries of guess"} <= set(words(out))
 
 
-def test_the_requested_metrics_are_plotted(tmp_path: Path) -> None:
+def test_requested_metrics_are_plotted(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(3, **{"learner/grad_norm": 0.1}))
     out = tmp_path / "plots.svg"
     plot_runs([folder], out, what=["learner/grad_norm", "reward"])
@@ -115,18 +115,18 @@ def test_the_requested_metrics_are_plotted(tmp_path: Path) -> None:
         plot_runs([folder], out, what=["tool_errors"])
 
 
-def test_a_supervised_run_has_a_loss(tmp_path: Path) -> None:
+def test_supervised_run_has_a_loss(tmp_path: Path) -> None:
     rows = [{"step": 1, "learner/loss": 0.5, "learner/entropy": 1.0, "step_s": 1.0}]
     plot_runs([run(tmp_path / "run", rows)], tmp_path / "plots.svg")
     assert titles(tmp_path / "plots.svg") == {"loss", "entropy, nats per token"}
 
 
-def test_a_run_that_has_nothing_yet_is_drawn_empty(tmp_path: Path) -> None:
+def test_run_that_has_nothing_yet_is_drawn_empty(tmp_path: Path) -> None:
     plot_runs([run(tmp_path / "run", [])], tmp_path / "plots.png")
     assert (tmp_path / "plots.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_runs_give_the_same_picture(tmp_path: Path) -> None:
+def test_same_runs_give_the_same_picture(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(3))
     for name in ("a.svg", "b.svg"):
         plot_runs([folder], tmp_path / name, what=["reward"])
@@ -134,17 +134,17 @@ def test_the_same_runs_give_the_same_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_hidden", "$x^2$", "a$b$", "<&>", "\u8dd1"])
-def test_a_name_is_not_read_as_markup(tmp_path: Path, name: str) -> None:
+def test_name_is_not_read_as_markup(tmp_path: Path, name: str) -> None:
     plot_runs([run(tmp_path / name, steps(1))], tmp_path / "plots.svg", what=["reward"])
     assert name in {word.strip() for word in words(tmp_path / "plots.svg")}
 
 
-def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
+def test_run_without_metrics_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"nothing to plot: .*metrics\.jsonl"):
         plot_runs([tmp_path], tmp_path / "plots.png")
 
 
-def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> None:
+def test_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(2))
     content = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(content + '{"step": 3, "rew')
@@ -170,9 +170,7 @@ def test_places_that_are_none_are_named(tmp_path: Path) -> None:
         plot_runs([folder], tmp_path / "nowhere" / "plots.png", what=["reward"])
 
 
-def test_a_package_that_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
     def without(name: str, *arguments: Any, **more: Any) -> Any:

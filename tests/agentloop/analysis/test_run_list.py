@@ -52,7 +52,7 @@ def later(path: Path, than: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path) -> None:
+async def test_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     async with RunFolder.open(path, TRAIN) as folder:
         folder.add_metrics(step(1))
@@ -62,7 +62,7 @@ async def test_an_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path)
         pass
 
 
-def test_the_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> None:
+def test_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> None:
     path = make_run(
         tmp_path / "run",
         TRAIN,
@@ -90,7 +90,7 @@ def test_stages_add_up(tmp_path: Path) -> None:
     assert summarize(path).state is RunState.FINISHED
 
 
-def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
+def test_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", STAGES)
     assert (summarize(path).stage, summarize(path).step) == ("1/2 short", None)
     rows(path / "sft" / "metrics.jsonl", {"step": 40, "epoch": 1})
@@ -119,7 +119,7 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
     assert summarize(path).state is RunState.STOPPED
 
 
-def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
+def test_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
     with pytest.raises(ExceptionGroup), RunFolder(path).noting_failure():
         raise ExceptionGroup("tasks", [ZeroDivisionError("division by zero")])
@@ -134,7 +134,7 @@ def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("drained", "state"), [(False, RunState.FINISHED), (True, RunState.DRAINED)]
 )
-def test_a_resumed_run_no_longer_counts_as_ended(
+def test_resumed_run_no_longer_counts_as_ended(
     tmp_path: Path, drained: bool, state: RunState
 ) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
@@ -144,7 +144,7 @@ def test_a_resumed_run_no_longer_counts_as_ended(
     assert summarize(path).state is RunState.STOPPED
 
 
-def test_a_supervised_run_has_steps_and_no_reward(tmp_path: Path) -> None:
+def test_supervised_run_has_steps_and_no_reward(tmp_path: Path) -> None:
     summary = summarize(make_run(tmp_path / "run", SFT, {"step": 7, "learner/loss": 0.5}))
     assert (summary.kind, summary.step, summary.num_steps, summary.reward) == (
         RunKind.SFT,
@@ -154,7 +154,7 @@ def test_a_supervised_run_has_steps_and_no_reward(tmp_path: Path) -> None:
     )
 
 
-def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
+def test_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
     task = {"source": "s", "tool_errors_in_correct": 0.5}
     path = make_run(
         tmp_path / "run",
@@ -201,7 +201,7 @@ def test_damaged_files_are_reported_and_the_others_summarized(
     assert summary.step == 2
 
 
-def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+def test_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -226,7 +226,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert summarize(path).problems == ("metrics.jsonl: Is a directory",)
 
 
-def test_the_size_is_what_the_disk_gives_for_it(tmp_path: Path) -> None:
+def test_size_is_what_the_disk_gives_for_it(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
     before = summarize(path).num_bytes
     (path / "weights" / "1").mkdir()

@@ -43,7 +43,7 @@ class Asked:
         return self._lines.pop(0)
 
 
-def test_an_answer_that_is_interrupted_is_forgotten(
+def test_answer_that_is_interrupted_is_forgotten(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     histories = []
@@ -84,7 +84,7 @@ def test_an_answer_that_is_interrupted_is_forgotten(
         (("model",), "model"),  # of a supervised run
     ],
 )
-def test_the_weights_used_from_a_run_are_named(
+def test_weights_used_from_a_run_are_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +105,7 @@ def test_the_weights_used_from_a_run_are_named(
     assert f"Model: {tmp_path}/{description}\n" in capsys.readouterr().err
 
 
-def test_a_wrong_end_of_turn_is_told_before_servers_are_started(
+def test_wrong_end_of_turn_is_told_before_servers_are_started(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sglang_servers(*_: object, **__: object) -> None:
@@ -128,7 +128,7 @@ def fake() -> Iterator[FakeSGLang]:
 
 
 @pytest.mark.full
-def test_a_rollout_of_an_environment_is_played(
+def test_rollout_of_an_environment_is_played(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [f"env={HERE}:two_talks", *settings_for(fake)]
@@ -147,7 +147,7 @@ def test_a_rollout_of_an_environment_is_played(
 
 
 @pytest.mark.full
-def test_an_answer_is_graded_as_the_settings_say(
+def test_answer_is_graded_as_the_settings_say(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["env=agentloop.environments.examples.python_math:python_math", *settings_for(fake)]
@@ -161,7 +161,7 @@ def test_an_answer_is_graded_as_the_settings_say(
 
 
 @pytest.mark.full
-def test_a_rollout_without_a_reward_is_a_failure(
+def test_rollout_without_a_reward_is_a_failure(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = settings_for(fake)
@@ -190,12 +190,12 @@ def test_mistakes_are_reported_before_a_server_is_started(
     assert message in capsys.readouterr().err
 
 
-def test_an_endpoint_needs_an_environment_to_play(capsys: pytest.CaptureFixture[str]) -> None:
+def test_endpoint_needs_an_environment_to_play(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "endpoint.url=http://127.0.0.1:9"]) == 2
     assert "endpoint.url: an endpoint plays environments: name one" in capsys.readouterr().err
 
 
-def test_a_run_of_an_environment_plays_it_and_answers_questions(tmp_path: Path) -> None:
+def test_run_of_an_environment_plays_it_and_answers_questions(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "config.toml").write_text(
@@ -254,7 +254,7 @@ def test_conversations_are_printed_one_after_the_other() -> None:
     ]
 
 
-def test_a_conversation_with_a_player_is_printed_with_the_messages_to_it() -> None:
+def test_conversation_with_a_player_is_printed_with_the_messages_to_it() -> None:
     out = Console(width=80, color_system=None, file=io.StringIO())
     show = Conversations(out, cast(ChatFormat, Terminal()))
     messages: list[Message] = [

@@ -41,7 +41,7 @@ def chunk(*, finish_reason: str | None = None, **delta: Any) -> str:
     return f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': finish_reason}]})}"
 
 
-async def test_an_answer_is_printed_with_its_reasoning() -> None:
+async def test_answer_is_printed_with_its_reasoning() -> None:
     out = Console(file=StringIO())
     lines = [chunk(role="assistant", content=""), chunk(reasoning_content="\n37 * 48"), ": alive"]
     lines += [chunk(content=" is [b]"), chunk(finish_reason="stop"), "data: [DONE]"]
@@ -59,13 +59,13 @@ async def test_an_answer_is_printed_with_its_reasoning() -> None:
         (chunk(finish_reason="abort"), r"broken off \(finish_reason 'abort'\)"),
     ],
 )
-async def test_a_stream_that_breaks_is_an_error(line: str, message: str) -> None:
+async def test_stream_that_breaks_is_an_error(line: str, message: str) -> None:
     async with played(chunk(content="a"), line) as service:
         with pytest.raises(ServerUnavailable, match=message):
             await service.answer(HELLO, Console(file=StringIO()))
 
 
-async def test_a_refusal_is_told() -> None:
+async def test_refusal_is_told() -> None:
     refusal = json.dumps({"error": {"message": "the prompt fills the context"}})
     async with played(refusal, status=400) as at:
         with pytest.raises(RequestError, match="the prompt fills the context"):
@@ -73,7 +73,7 @@ async def test_a_refusal_is_told() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://here", "http://", ""])
-async def test_a_url_that_is_none_is_told(url: str) -> None:
+async def test_url_that_is_none_is_told(url: str) -> None:
     with pytest.raises(SettingsError, match="--url"):
         async with RunningService.open(url, None):
             pass
@@ -87,7 +87,7 @@ async def test_our_own_service_answers(end: str) -> None:
             assert await running.answer(HELLO, Console(file=StringIO())) == "It is 1776."
 
 
-def test_a_missing_service_and_unused_settings_are_errors(
+def test_missing_service_and_unused_settings_are_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1", "Hello?"]) == 2

@@ -37,7 +37,7 @@ def plan_for(recipe: str, shape: str, *overrides: str) -> ClusterPlan:
     return ClusterPlan(settings, nodes, nodes[0].name)
 
 
-def test_the_papers_64_gpus_have_one_process_each() -> None:
+def test_papers_64_gpus_have_one_process_each() -> None:
     made = plan_for("paper-stage1", "8x128,8x80,2048")
     taken = [(placement.node, gpu) for placement in made.placements for gpu in placement.gpus]
     assert sorted(taken) == [(f"node-{n}", gpu) for n in range(1, 9) for gpu in range(8)]
@@ -67,7 +67,7 @@ def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> Non
     assert any("runtime 4" in line for line in cluster_plan.lines())
 
 
-def test_the_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest() -> None:
+def test_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest() -> None:
     recipe = [RECIPES / "laptop.toml"]
     one_each = ["sft.ranks.nproc_per_node=1", "sft.ranks.threads=2"]
     several = [*one_each, "ranks.nodes=2", "ranks.nproc_per_node=2"]
@@ -102,7 +102,7 @@ class GrowingCluster:
 
 
 @pytest.mark.anyio
-async def test_a_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.cli.cluster._POLL_S", 0.0)
     settings = load_settings(TrainSettings, overrides=["server.count=3"])
     lines: list[str] = []
@@ -116,7 +116,7 @@ async def test_a_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.Monke
         await plan_when_placed(settings, cast(RayCluster, cluster), lines.append)
 
 
-def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
+def test_releases_servers_and_ranks_share_eight_gpus() -> None:
     made = plan_for("release-8gpu", "1x128,8x80,1024", "cluster.address=auto")
     gpus = {placement.process.name: placement.gpus for placement in made.placements}
     assert gpus["server 1"] == (0, 1, 2, 3)
@@ -137,8 +137,8 @@ def test_memory_is_within_the_cards(recipe: str, shape: str, kv_rollouts: int) -
     assert [text for text in needs.warnings if "free space" not in text] == []  # of this disk
     shared = recipe == "release-8gpu"
     for_server = (0.5 if shared else 0.8) * made.machine.gpu_bytes
-    most = max(needs.phases) if shared else needs.learner.total
-    assert most + (7 << 30) < made.machine.gpu_bytes
+    maximum = max(needs.phases) if shared else needs.learner.total
+    assert maximum + (7 << 30) < made.machine.gpu_bytes
     assert for_server - needs.server.weights > kv_rollouts * needs.server.rollout
 
 
@@ -147,7 +147,7 @@ def test_host_memory_counts() -> None:
         plan_for("paper-stage1", "8x128,8x80,128")
 
 
-def test_a_dry_run_prints_where_everything_goes_and_its_commands(
+def test_dry_run_prints_where_everything_goes_and_its_commands(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_problems(tmp_path / "data" / "math-42k.jsonl")
@@ -163,7 +163,7 @@ def test_a_dry_run_prints_where_everything_goes_and_its_commands(
     assert "servers and ranks share GPUs" not in out
 
 
-def test_a_dry_run_reports_what_has_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_reports_what_has_no_place(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "paper-stage1.toml")
     assert main(["--dry-run", recipe, MODEL, "--shape", "7x128,8", "--json"]) == 2
     plan = json.loads(capsys.readouterr().out)
@@ -173,7 +173,7 @@ def test_a_dry_run_reports_what_has_no_place(capsys: pytest.CaptureFixture[str])
     assert "--shape: 'two nodes' is not of the form" in capsys.readouterr().out
 
 
-def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
+def test_shape_may_be_of_several_kinds_of_nodes() -> None:
     first, second, third = nodes_from(["1x16", "2x64,8x80,512"])
     assert (first.num_cpus, first.num_gpus, first.memory_bytes) == (16, 0, 0)
     assert second.name == "node-2"

@@ -47,7 +47,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["serve", "serv"],
             ["served_model_name=", "servers=", "servers_key=", "server.", "serve."],
         ),
-        (["serve", "server.device="], [f"server.device={one}" for one in ("auto", "cpu", "cuda")]),
+        (
+            ["serve", "server.device="],
+            [f"server.device={first}" for first in ("auto", "cpu", "cuda")],
+        ),
         (["train", "--resume", "x", "page=f"], ["page=false"]),
         (["runs", "export", "a", "b", "--dtype", "b"], ["bfloat16"]),
         (["runs", "export", "--dtype=f"], ["--dtype=float32"]),

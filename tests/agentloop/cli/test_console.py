@@ -93,14 +93,14 @@ def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixtur
     assert err.split() == ["Starting", "Loading", "Ready"]
 
 
-def test_a_short_operation_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_operation_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine("Counting", after_s=1e6) as progress:
         progress("Counting on")
         progress.say("Halfway")
     assert capsys.readouterr().err == "Halfway\n"
 
 
-def test_a_long_operation_prints_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_operation_prints_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()  # capsys loses what another thread writes while it is read
     monkeypatch.setattr(sys, "stderr", written)
     with ProgressLine("Counting", after_s=0.001) as progress:
@@ -115,7 +115,7 @@ ROWS = [("a", "1.5", "ended"), ("a long name", "12.25", "going on")]
 COLUMNS = ("name", "mean reward", "state")
 
 
-def test_a_table_without_a_terminal_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_without_a_terminal_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(COLUMNS, ROWS, numbers=["mean reward"], title="runs", optional=COLUMNS)
     assert capsys.readouterr().out.splitlines() == [
         "runs",
@@ -126,7 +126,7 @@ def test_a_table_without_a_terminal_is_aligned_text(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("width", [80, 32, 26, 18])
-def test_a_table_fits_the_terminal(
+def test_table_fits_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
     """Headings are folded first, then columns are left out, then cells are folded."""
@@ -145,7 +145,7 @@ def test_a_table_fits_the_terminal(
         assert "\x1b[31mended" in out
 
 
-def test_a_cell_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cell_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(("a",), [("\x1b[2J\n\u202e[bold]",)])
     assert capsys.readouterr().out == "a\n\\x1b[2J\\n\\u202e[bold]\n"
 
@@ -157,7 +157,7 @@ def test_printable_text_is_one_line_of_text(text: str) -> None:
     assert shown == text or not text.isprintable()
 
 
-def test_a_terminal_shows_a_panel_with_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_panel_with_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -176,7 +176,7 @@ def test_a_terminal_shows_a_panel_with_the_progress(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_command_ends_with_its_status(status: int) -> None:
+def test_command_ends_with_its_status(status: int) -> None:
     async def main() -> int:
         return status
 
@@ -188,7 +188,7 @@ def test_a_command_ends_with_its_status(status: int) -> None:
     [SettingsError, RunFolderError, ServerError, SandboxUnavailable],
     ids=lambda kind: kind.__name__,
 )
-def test_an_error_with_a_name_is_one_line(
+def test_error_with_a_name_is_one_line(
     kind: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main() -> int:
@@ -198,7 +198,7 @@ def test_an_error_with_a_name_is_one_line(
     assert capsys.readouterr().err == "agentloop: error: port: bad\n"
 
 
-def test_a_programmers_error_is_not_hidden() -> None:
+def test_programmers_error_is_not_hidden() -> None:
     async def main() -> int:
         raise ZeroDivisionError
 
@@ -209,7 +209,7 @@ def test_a_programmers_error_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )
-def test_a_signal_lets_a_command_clean_up(number: signal.Signals, status: int) -> None:
+def test_signal_lets_a_command_clean_up(number: signal.Signals, status: int) -> None:
     cleaned = []
 
     async def main() -> int:
@@ -228,7 +228,7 @@ def test_a_signal_lets_a_command_clean_up(number: signal.Signals, status: int) -
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_after_the_end_does_not_change_the_status() -> None:
+def test_signal_after_the_end_does_not_change_the_status() -> None:
     async def main() -> int:
         await anyio.lowlevel.checkpoint()
         return 3
@@ -296,7 +296,7 @@ def test_sigterm_ends_the_command_wherever_it_is() -> None:
     assert console.run(main) == 143
 
 
-def test_a_signal_ends_a_command_whose_thread_hangs() -> None:
+def test_signal_ends_a_command_whose_thread_hangs() -> None:
     release = threading.Event()
     threads: list[threading.Thread] = []
 
@@ -332,7 +332,7 @@ async def hangs(task, agent):
     "command",
     ["env try hangs:hangs", "evaluate env=hangs:hangs", "chat env=hangs:hangs --task 7"],
 )
-def test_a_signal_ends_a_command_whose_tasks_are_slow(tmp_path: Path, command: str) -> None:
+def test_signal_ends_a_command_whose_tasks_are_slow(tmp_path: Path, command: str) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     arguments = [sys.executable, "-m", "agentloop", *command.split(), 'servers=["http://[::1]:1"]']
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
@@ -350,7 +350,7 @@ def test_errors_of_several_tasks_are_printed_once_each(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "agentloop: error: gone\n"
 
 
-def test_a_full_disk_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     async def fail() -> int:
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/one")
         error.add_note("Continue with: this")
@@ -364,7 +364,7 @@ def test_a_full_disk_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_a_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:
+def test_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:
     async def fail() -> int:
         raise ExceptionGroup("", [ServerError("gone"), KeyError("ours")])
 
@@ -419,7 +419,7 @@ def test_warning_of_error_without_text(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("code", [0, 3, None])
-def test_a_command_that_other_code_ends_has_failed(
+def test_command_that_other_code_ends_has_failed(
     code: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger().handlers.clear()

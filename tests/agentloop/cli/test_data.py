@@ -142,7 +142,7 @@ def test_problems_that_are_always_solved_are_left_out(
     assert [row["answer"] for row in read_rows(out)] == ["2", "4", "5", "6"]
 
 
-def test_a_rollout_with_several_conversations_counts_once(tmp_path: Path) -> None:
+def test_rollout_with_several_conversations_counts_once(tmp_path: Path) -> None:
     problems = jsonl(tmp_path / "problems.jsonl", rows(1))
     (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[Path(problems)]))
     row = {"group": 1, "task": task.id, "rollout": 0, "reward": 1.0}

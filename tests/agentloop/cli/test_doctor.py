@@ -17,7 +17,7 @@ from tests.agentloop.agent.real_models import TEMPLATES, chat_of, fast_tokenizer
 pytestmark = pytest.mark.timeout(120)  # transformers is slow to import
 
 
-def test_a_model_is_read_and_its_call_is_found_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_is_read_and_its_call_is_found_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(SMALL)]) == 0
     out = capsys.readouterr().out
     assert "format               hermes" in out
@@ -28,12 +28,12 @@ def test_a_model_is_read_and_its_call_is_found_again(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
-def test_a_call_that_is_lost_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+def test_call_that_is_lost_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(SMALL), "chat.format=qwen3-coder"]) == 1
     assert "PROBLEM: the call is read as" in capsys.readouterr().out
 
 
-def test_a_model_that_cannot_be_used_is_named(
+def test_model_that_cannot_be_used_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "none")]) == 2
@@ -52,7 +52,7 @@ def test_a_model_that_cannot_be_used_is_named(
     ],
 )
 @pytest.mark.full
-def test_a_folder_with_a_real_template_is_read(
+def test_folder_with_a_real_template_is_read(
     name: str, format: str, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast_tokenizer(name).save_pretrained(tmp_path)
@@ -62,7 +62,7 @@ def test_a_folder_with_a_real_template_is_read(
     assert "1776" in diagnosis["observation"]
 
 
-def test_a_template_without_a_known_form_of_calls_is_named(
+def test_template_without_a_known_form_of_calls_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = copy.copy(fast_tokenizer("NousResearch-Hermes-4-14B"))
@@ -79,7 +79,7 @@ BROKEN = "baseten-Llama-3.2-3B-Instruct-pythonic"
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.full
-def test_a_template_that_writes_no_valid_call_has_a_problem(name: str) -> None:
+def test_template_that_writes_no_valid_call_has_a_problem(name: str) -> None:
     assert bool(diagnose(chat_of(name)).problems) == (name == BROKEN)
 
 

@@ -139,7 +139,7 @@ def test_missing_samples_are_reported_and_only_they_are_resumed(
     assert len(fake.requests) == num_requests + 3  # nobody was asked
 
 
-def test_a_resumed_run_goes_on_with_the_model_that_it_has_found(
+def test_resumed_run_goes_on_with_the_model_that_it_has_found(
     fake: FakeEndpoint, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "set.jsonl", "1")
@@ -151,7 +151,7 @@ def test_a_resumed_run_goes_on_with_the_model_that_it_has_found(
     assert fake.requests[-1]["model"] == "fake"
 
 
-def test_the_key_is_of_the_environment_and_never_written_down(
+def test_key_is_of_the_environment_and_never_written_down(
     fake: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTLOOP_ENDPOINT__API_KEY", "sk-of-mine")
@@ -164,7 +164,7 @@ def test_the_key_is_of_the_environment_and_never_written_down(
     assert not any(b"sk-of-mine" in content for content in written)
 
 
-def test_an_endpoint_is_evaluated_in_an_environment_with_its_tools(
+def test_endpoint_is_evaluated_in_an_environment_with_its_tools(
     fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = overrides_for(
@@ -190,7 +190,7 @@ def test_an_endpoint_is_evaluated_in_an_environment_with_its_tools(
     assert fake.most_in_flight <= 2
 
 
-def test_the_page_is_not_served_where_the_endpoint_should_be(
+def test_page_is_not_served_where_the_endpoint_should_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "set.jsonl", "1")
@@ -207,7 +207,7 @@ def test_the_page_is_not_served_where_the_endpoint_should_be(
     assert " 404" not in out + err
 
 
-def test_a_model_is_not_evaluated_without_a_server(
+def test_model_is_not_evaluated_without_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("agentloop.cli.machine.is_installed", lambda module: False)
@@ -216,7 +216,7 @@ def test_a_model_is_not_evaluated_without_a_server(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_refused_key_ends_it_at_once(
+def test_refused_key_ends_it_at_once(
     fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.script = deque([Answer(401, {"error": {"message": "no such key"}})] * 99)
@@ -238,7 +238,7 @@ def test_a_refused_key_ends_it_at_once(
         ("evaluate.num_samples=2", "--resume: evaluate.num_samples: the run already has 4"),
     ],
 )
-def test_a_run_does_not_go_on_as_another_one(
+def test_run_does_not_go_on_as_another_one(
     fake: FakeEndpoint,
     tmp_path: Path,
     override: str,
@@ -255,7 +255,7 @@ def test_a_run_does_not_go_on_as_another_one(
     assert (folder / "config.toml").read_bytes() == before
 
 
-def test_a_run_of_that_name_is_not_written_over(
+def test_run_of_that_name_is_not_written_over(
     fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "set.jsonl", "1")
@@ -281,7 +281,7 @@ async def test_progress_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
+async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "2")
     progress = RecordedProgress()
     more = ["tasks.kind=jsonl", f'tasks.paths=["{file}"]', "page=true", "serve.port=0"]
@@ -336,7 +336,7 @@ def test_invalid_settings_are_refused_by_name(
 
 @pytest.mark.timeout(120)  # transformers is slow to import, and parses the schemas of tools
 @pytest.mark.full
-def test_an_answer_of_an_environment_is_graded_as_the_settings_say(
+def test_answer_of_an_environment_is_graded_as_the_settings_say(
     portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "agentloop.environments.examples.python_math:python_math"
@@ -360,7 +360,7 @@ def test_an_answer_of_an_environment_is_graded_as_the_settings_say(
 
 
 @pytest.mark.full
-def test_a_sample_without_a_conversation_is_missing_and_the_run_resumes(
+def test_sample_without_a_conversation_is_missing_and_the_run_resumes(
     portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with portal.wrap_async_context_manager(played.server().serving()) as server:
@@ -384,7 +384,7 @@ def test_a_sample_without_a_conversation_is_missing_and_the_run_resumes(
         assert json.loads(capsys.readouterr().out)["all"]["num_samples"] == 4
 
 
-def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
+def test_generator_gives_some_and_files_all(tmp_path: Path) -> None:
     assert len(chosen_tasks(settings_with())) == 64
     assert len(chosen_tasks(settings_with("evaluate.num_tasks=5"))) == 5
     file = write(tmp_path / "set.jsonl", *map(str, range(20)))
@@ -408,7 +408,7 @@ def test_problems_that_stand_there_twice_count_once(tmp_path: Path) -> None:
     assert len(chosen_tasks(twice)) == 2
 
 
-def test_a_part_is_drawn_by_the_seed(tmp_path: Path) -> None:
+def test_part_is_drawn_by_the_seed(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", *map(str, range(50)))
 
     def drawn(seed: int) -> list[int]:
@@ -476,7 +476,7 @@ def test_plan_needs_the_name_of_one_of_several_models(
     assert main([*arguments, "endpoint.model=a"]) == 0
 
 
-def test_an_evaluation_of_a_run_uses_the_runs_settings(
+def test_evaluation_of_a_run_uses_the_runs_settings(
     complete_machine: None, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
@@ -493,7 +493,7 @@ def test_files_are_measured_in_place_of_what_the_run_holds_out(
     assert "tasks      3 (mine)" in capsys.readouterr().out
 
 
-def test_a_folder_that_is_not_a_run_is_refused(
+def test_folder_that_is_not_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--run", str(tmp_path), "--dry-run"]) == 2

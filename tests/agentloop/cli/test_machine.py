@@ -21,13 +21,13 @@ def checks(*lacks: str, image: bool | None = True, free_gb: float = 50.0) -> dic
     return {check.name: check for check in checks}
 
 
-def test_a_complete_machine_lacks_nothing() -> None:
+def test_complete_machine_lacks_nothing() -> None:
     by_name = checks()
     assert all(check.is_there and not check.remedy for check in by_name.values())
     assert "MISSING" not in report([*by_name.values()])
 
 
-def test_a_missing_part_says_how_to_get_it() -> None:
+def test_missing_part_says_how_to_get_it() -> None:
     assert checks("sglang")["SGLang"].remedy == "python -m agentloop.inference.install"
     assert "[train]" in checks("deepspeed")["extra train (lacks deepspeed)"].remedy
     assert "docs.docker.com" in checks(image=None)["Docker Engine"].remedy
@@ -37,7 +37,7 @@ def test_a_missing_part_says_how_to_get_it() -> None:
     assert not checks(free_gb=1.0)["disk space"].is_there
 
 
-def test_the_report_names_each_missing_part_with_its_remedy() -> None:
+def test_report_names_each_missing_part_with_its_remedy() -> None:
     text = report([*checks("sglang", "ray").values()])
     assert "MISSING  SGLang: " in text
     assert "optional extra ray (lacks ray): " in text
@@ -45,7 +45,7 @@ def test_the_report_names_each_missing_part_with_its_remedy() -> None:
 
 
 @pytest.mark.timeout(120)  # transformers is slow to import
-def test_the_command_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--json"])
     parts = json.loads(capsys.readouterr().out)
     lacks = [part for part in parts if not (part["is_there"] or part["is_optional"])]

@@ -76,7 +76,7 @@ def test_answers_are_compared_where_the_task_is_known(
 
 
 @pytest.mark.timeout(60)  # starts processes, one after the other
-def test_a_function_of_the_users_scores_every_conversation(
+def test_function_of_the_users_scores_every_conversation(
     record: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     function = "tests.agentloop.cli.scoring:by_length"
@@ -115,7 +115,7 @@ def test_other_files_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_reward_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("score", "served", "--reward", "maths")
     assert "'maths' is not" in capsys.readouterr().err

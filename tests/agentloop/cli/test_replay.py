@@ -15,13 +15,13 @@ from agentloop.training.recovery.replay import ReplayedStep
 
 
 @given(st.integers(1, 10**9), st.integers(0, 10**9))
-def test_a_range_of_steps_is_read(first: int, more: int) -> None:
+def test_range_of_steps_is_read(first: int, more: int) -> None:
     assert step_range(f"{first}") == (first, first)
     assert step_range(f"{first}-{first + more}") == (first, first + more)
 
 
 @pytest.mark.parametrize("text", ["", "-", "0", "3-2", "-3", "1-2-3", "a", "1 2", "1.5"])
-def test_an_invalid_range_of_steps_is_refused(text: str) -> None:
+def test_invalid_range_of_steps_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         step_range(text)
 
@@ -43,14 +43,12 @@ def test_arguments_that_do_not_go_together(
     assert reason in capsys.readouterr().err
 
 
-def test_a_folder_without_a_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--replay", str(tmp_path)]) == 2
     assert f"--replay: {tmp_path} is not a run" in capsys.readouterr().err
 
 
-def test_the_line_of_a_step_says_what_differs() -> None:
+def test_line_of_a_step_says_what_differs() -> None:
     same = ReplayedStep(3, 0.5, 0.5, "a" * 64, "a" * 64)
     assert step_line(same) == "step 3: loss 0.5, again 0.5; weights: the same (aaaaaaaaaaaa)"
     changed = ReplayedStep(3, 0.5, 0.5, "b" * 64, "a" * 64)

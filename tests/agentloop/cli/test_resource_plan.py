@@ -62,7 +62,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 # Parameters.
 
 
-def test_the_small_models_parameters_are_those_in_its_weights(tmp_path: Path) -> None:
+def test_small_models_parameters_are_those_in_its_weights(tmp_path: Path) -> None:
     counted, computed = ModelShape.read(SMALL), ModelShape.read(write_config(tmp_path))
     assert counted.counted
     assert not computed.counted
@@ -139,7 +139,7 @@ def test_ranks_share_weights_gradients_and_optimizer_by_the_stage(
     assert memory.offloaded == 1_000_000 * (states[2] + 4 / num_ranks)
 
 
-def test_a_lora_trains_few() -> None:
+def test_lora_trains_few() -> None:
     shape = ModelShape.read(SMALL)
     lora = LoraSettings(rank=8)
     memory = learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
@@ -300,7 +300,7 @@ def test_warnings(overrides: list[str], message: str) -> None:
     assert line.startswith("warning    ")
 
 
-def test_a_shared_gpu_holds_the_larger_of_two_phases_if_they_take_turns() -> None:
+def test_shared_gpu_holds_the_larger_of_two_phases_if_they_take_turns() -> None:
     shared = (
         *("server.device=cuda", "budget.max_response_tokens=1000"),
         "server.extra_args=['--mem-fraction-static', '0.5']",
@@ -311,15 +311,15 @@ def test_a_shared_gpu_holds_the_larger_of_two_phases_if_they_take_turns() -> Non
     assert run_plan.phases == (lasting + server, memory.total)
     assert "servers give their memory back in each step" in report(run_plan)
     for change in ("loop.max_staleness=1", "weights.transport=broadcast", "loop.learn=false"):
-        both = plan_for(*shared, change)
-        assert both.phases == (memory.total + server,) * 2, change
-        assert "servers keep their memory while the learner works" in report(both)
+        pair = plan_for(*shared, change)
+        assert pair.phases == (memory.total + server,) * 2, change
+        assert "servers keep their memory while the learner works" in report(pair)
     external = plan_for(*shared, "servers=['http://node-1:30000']")
     assert not external.shares_gpus
     assert "shared with the ranks" not in report(external)
 
 
-def test_a_run_that_fits_has_no_warnings() -> None:
+def test_run_that_fits_has_no_warnings() -> None:
     fits = (
         *("loop.steps=100", "budget.max_response_tokens=512", "loop.prompts_per_step=8"),
         *("server.device=cuda", "server.extra_args=['--mem-fraction-static', '0.4']"),
@@ -328,11 +328,11 @@ def test_a_run_that_fits_has_no_warnings() -> None:
     assert plan_for(*fits[:3]).warnings == ()
 
 
-def test_the_defaults_suit_the_model_that_ships_with_agentloop() -> None:
+def test_defaults_suit_the_model_that_ships_with_agentloop() -> None:
     assert plan(load_settings(TrainSettings), BIG).warnings == ()
 
 
-def test_a_plan_says_what_a_step_does() -> None:
+def test_plan_says_what_a_step_does() -> None:
     run_plan = plan_for(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
     text = report(run_plan)
     for line in (

@@ -48,12 +48,12 @@ def lives(folder: Path) -> list[str]:
     return (folder / "lives").read_text().splitlines()
 
 
-def test_a_child_that_ends_by_itself_is_not_restarted(tmp_path: Path) -> None:
+def test_child_that_ends_by_itself_is_not_restarted(tmp_path: Path) -> None:
     assert run(tmp_path, deaths=0, max_restarts=3, arguments=["a=1"]) == (7, "")
     assert lives(tmp_path) == ["a=1"]
 
 
-def test_a_killed_child_is_restarted_and_resumes_its_run(tmp_path: Path) -> None:
+def test_killed_child_is_restarted_and_resumes_its_run(tmp_path: Path) -> None:
     status, output = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
     assert status == 7
     assert lives(tmp_path) == ["a=1", *[f"--resume {tmp_path / 'run'}"] * 2]
@@ -80,7 +80,7 @@ def test_all_lives_of_a_child_have_the_same_control_token(tmp_path: Path) -> Non
     assert (tmp_path / "tokens").read_text().splitlines()[2] != first
 
 
-def test_a_control_token_that_was_told_is_kept(
+def test_control_token_that_was_told_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTLOOP_SERVE__CONTROL_TOKEN", "sesame")
@@ -88,7 +88,7 @@ def test_a_control_token_that_was_told_is_kept(
     assert (tmp_path / "tokens").read_text().splitlines() == ["sesame"] * 2
 
 
-def test_a_request_to_end_after_the_childs_death_is_obeyed(
+def test_request_to_end_after_the_childs_death_is_obeyed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died:
@@ -107,7 +107,7 @@ def test_a_request_to_end_after_the_childs_death_is_obeyed(
     assert messages == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
 
 
-def test_a_child_that_is_killed_while_restarting_is_restarted_again(tmp_path: Path) -> None:
+def test_child_that_is_killed_while_restarting_is_restarted_again(tmp_path: Path) -> None:
     (tmp_path / "once").touch()
     status, output = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
     assert status == 7
@@ -121,14 +121,14 @@ def test_child_killed_before_its_report_repeats_its_arguments(
     """It may not have gone back to step 3 yet."""
     (tmp_path / "deaths").write_text("1")
     arguments = ["--resume", "my run", "--from", "3", "untold"]
-    command, said = [sys.executable, "-c", CHILD, str(tmp_path)], list[str]()
+    command, stated = [sys.executable, "-c", CHILD, str(tmp_path)], list[str]()
     resume = Path("my run")
-    assert run_with_restarts(command, arguments, 1, said.append, resume=resume) == 7
+    assert run_with_restarts(command, arguments, 1, stated.append, resume=resume) == 7
     assert lives(tmp_path) == [" ".join(arguments)] * 2
-    assert said == ["The training process was killed by SIGKILL; resuming my run"]
+    assert stated == ["The training process was killed by SIGKILL; resuming my run"]
     (tmp_path / "lives").unlink()
-    assert run_with_restarts(command, arguments, 0, said.append, resume=resume) == 137
-    assert said[-1].endswith("continue with: agentloop train --resume 'my run'")
+    assert run_with_restarts(command, arguments, 0, stated.append, resume=resume) == 137
+    assert stated[-1].endswith("continue with: agentloop train --resume 'my run'")
 
 
 def test_restarts_are_limited(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_restarts_are_limited(tmp_path: Path) -> None:
     assert f"agentloop train --resume {tmp_path / 'run'}" in output
 
 
-def test_a_child_without_a_run_is_not_restarted(tmp_path: Path) -> None:
+def test_child_without_a_run_is_not_restarted(tmp_path: Path) -> None:
     status, output = run(tmp_path, deaths=1, max_restarts=3, arguments=["untold"])
     assert status == 128 + signal.SIGKILL
     assert "before its run had a folder" in output
@@ -160,7 +160,7 @@ def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_the_parent_forwards_signals_and_leaves_no_process(tmp_path: Path, number: int) -> None:
+def test_parent_forwards_signals_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     child = """
 import os, signal
 ends = (signal.SIGTERM, signal.SIGINT)
@@ -179,7 +179,7 @@ os._exit(128 + number)
         assert process.wait(patient(20)) == (-number if number == signal.SIGKILL else 128 + number)
 
 
-def test_a_child_that_was_asked_to_end_is_not_restarted(tmp_path: Path) -> None:
+def test_child_that_was_asked_to_end_is_not_restarted(tmp_path: Path) -> None:
     """A second signal may arrive when an ending interpreter no longer handles it."""
     child = f"""
 import os, signal, sys, time

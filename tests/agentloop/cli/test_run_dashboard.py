@@ -148,7 +148,7 @@ async def dashboard(
         yield At(run_dashboard, progress, http, match[1])
 
 
-async def test_the_page_is_there_before_the_runtime(tmp_path: Path) -> None:
+async def test_page_is_there_before_the_runtime(tmp_path: Path) -> None:
     def before(run: RunFolder) -> None:  # the run goes on
         run.add_metrics({"step": 1, "reward": 0.5, "groups_with_signal": 0.75, "num_groups": 8})
 
@@ -163,7 +163,7 @@ async def test_the_page_is_there_before_the_runtime(tmp_path: Path) -> None:
         assert "control token: sesame" in at.progress.lines[0]
 
 
-async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> None:
+async def test_supervised_start_has_curves_of_its_own(tmp_path: Path) -> None:
     """Those of before a restart, too. No other reader takes its steps for those of the run."""
     heard: list[Event] = []
 
@@ -182,7 +182,7 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
     assert heard == [Measured({"step": 1, "reward": 0.5})]
 
 
-async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
+async def test_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
     progress = RecordedProgress()
     folder = RunFolder(tmp_path / "run", "")
     run_dashboard = RunDashboard(
@@ -198,7 +198,7 @@ async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) ->
         assert [without_time(row) for row in frame["steps"]] == [{"step": 1, "learner/loss": 1.5}]
 
 
-async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Path) -> None:
+async def test_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Path) -> None:
     def before(run: RunFolder) -> None:
         run.add_group(1, [{"group": 1, "version": 0, **rollout("1-a.0")}])
 
@@ -245,7 +245,7 @@ async def test_control_requests_are_carried_out(tmp_path: Path) -> None:
         assert frame["sandbox"]["backend"] == "process"
 
 
-async def test_a_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> None:
+async def test_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> None:
     async with dashboard(tmp_path) as at:
         at.begin()
         _, body = await at.post("/api/control", {"do": "resume"})
@@ -255,7 +255,7 @@ async def test_a_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> No
         assert "no groups are started" in body["done"]
 
 
-async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
+async def test_learner_that_is_busy_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.cli.run_dashboard._SAVE_S", 0.02)
@@ -287,7 +287,7 @@ async def test_rollouts_stay_visible_after_the_runtime_is_gone(tmp_path: Path) -
     assert [type(event) for event in events] == [RolloutStarted, RolloutAbandoned]
 
 
-async def test_a_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> None:
+async def test_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> None:
     async with dashboard(tmp_path) as at:
         at.begin()
         at.runtime.begins = False
@@ -303,7 +303,7 @@ async def test_a_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> N
         assert answers == [(503, {"error": "the run has ended"})]
 
 
-async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
+async def test_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
     with anyio.fail_after(patient(15)):
         async with dashboard(tmp_path) as at:
             at.begin()
@@ -322,7 +322,7 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
         ("is drained", "drained", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
-async def test_the_page_shows_how_the_run_ended(
+async def test_page_shows_how_the_run_ended(
     tmp_path: Path, ending: str, state: str, text: str
 ) -> None:
     last: list[dict[str, Any]] = []
@@ -364,7 +364,7 @@ async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> 
             assert f":{port}/" not in progress.lines[0]
 
 
-async def test_an_error_of_the_run_comes_out_as_itself(tmp_path: Path) -> None:
+async def test_error_of_the_run_comes_out_as_itself(tmp_path: Path) -> None:
     async def run() -> None:
         async with dashboard(tmp_path) as at:
             at.begin()

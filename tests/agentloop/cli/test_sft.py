@@ -70,7 +70,7 @@ def test_invalid_settings_are_named_before_anything_starts(
         ),
     ],
 )
-def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
+def test_gpu_that_is_not_there_is_named_before_anything_starts(
     command: list[str],
     message: str,
     tmp_path: Path,
@@ -84,14 +84,14 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
+def test_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
     settings = load_settings(SftSettings, overrides=["data.teacher=9", "learner.init=random"])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
     assert load_settings(SftSettings, [again]) == settings
 
 
-def test_the_laptops_stages_fit_together() -> None:
+def test_laptops_stages_fit_together() -> None:
     """The rollouts use the tools and kinds of problems that the dialogues have."""
     settings = load_settings(TrainSettings, [RECIPES / "laptop.toml"])
     assert settings.sft is not None
@@ -153,7 +153,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.anyio
 @pytest.mark.real
 @pytest.mark.timeout(900)
-async def test_a_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path) -> None:
+async def test_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path) -> None:
     """An undisturbed run and one whose process is killed, and that then loses a rank, have
     equal losses and weights."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
@@ -223,7 +223,7 @@ def pid_of_rank_1(logs: Path) -> int:
 
 
 @pytest.mark.anyio
-async def test_a_stopped_run_prints_the_command_to_resume_it(
+async def test_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command resumes with the run's settings, some of which may be changed."""
@@ -251,14 +251,14 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
     )
 
 
-def test_a_folder_that_is_not_a_run_is_not_resumed(
+def test_folder_that_is_not_a_run_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", "--resume", str(tmp_path)]) == 2
     assert "--resume: " in capsys.readouterr().err
 
 
-def test_a_run_of_other_dialogues_is_one_line_on_the_command_line(
+def test_run_of_other_dialogues_is_one_line_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(agentloop.cli.sft, "require_learner", lambda settings: None)

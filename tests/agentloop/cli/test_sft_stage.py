@@ -135,8 +135,8 @@ def training_of(run: TrainSettings) -> DialogueTraining:
 async def with_teacher(
     run: TrainSettings, folder: RunFolder, progress: Progress | None = None
 ) -> DialoguesSettings:
-    said = cast(ProgressLine, progress or Progress())
-    return await tuning_of(run).add_teacher_dialogues(folder, said)
+    stated = cast(ProgressLine, progress or Progress())
+    return await tuning_of(run).add_teacher_dialogues(folder, stated)
 
 
 def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path) -> None:
+async def test_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path) -> None:
     run = settings(f"env={__name__}:count", "sft.data.teacher=12", "tasks.held_out=0.5")
     async with RunFolder.open(tmp_path / "run", "") as folder:
         first = await with_teacher(run, folder)
@@ -168,7 +168,7 @@ async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path)
 
 
 @pytest.mark.full
-async def test_a_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
+async def test_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
     run = settings(f"env={__name__}:deadly", "sft.data.teacher=3")
     async with RunFolder.open(tmp_path / "run", "") as folder:
         with pytest.raises(RequestError, match=r"the teacher's rollout of task .*MCP server"):
@@ -177,7 +177,7 @@ async def test_a_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_the_teachers_of_several_environments_play_by_weight(tmp_path: Path) -> None:
+async def test_teachers_of_several_environments_play_by_weight(tmp_path: Path) -> None:
     envs = f"[{{name='{__name__}:count'}}, {{name='{__name__}:program', weight=2}}]"
     run = settings(f"envs={envs}", "sft.data.teacher=9")
     async with RunFolder.open(tmp_path / "run", "") as folder:
@@ -238,7 +238,7 @@ async def test_without_a_teacher_the_dialogues_are_arithmetic(tmp_path: Path, ag
         assert await with_teacher(run, folder) == training_of(run).data
 
 
-def test_the_fine_tuning_takes_from_the_run_what_it_does_not_say_itself() -> None:
+def test_fine_tuning_takes_from_the_run_what_it_does_not_say_itself() -> None:
     run = settings(
         "sft.data.teacher=9", "sft.seed=7", "sft.learner.micro_batch_tokens=99",
         "learner.seed=1", "learner.zero_stage=1", "ranks.nproc_per_node=2",
@@ -271,7 +271,7 @@ async def test_refused_dialogues_are_played_again_unless_some_were_trained_on(
         if has_begun:
             RunFolder(games.parent).add_metrics({"step": 1})
         dashboard = cast(Any, SimpleNamespace(folder=folder))
-        said = cast(ProgressLine, Progress())
+        stated = cast(ProgressLine, Progress())
         with pytest.raises(DataError, match="no thought"):
-            await tuning_of(run).make_start_model(dashboard, said, spawn_here)
+            await tuning_of(run).make_start_model(dashboard, stated, spawn_here)
         assert games.exists() == has_begun

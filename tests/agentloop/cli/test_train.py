@@ -87,7 +87,7 @@ def test_settings_that_would_teach_the_wrong_thing_are_refused_by_name(
         check_settings(load_settings(TrainSettings, overrides=[override]))
 
 
-def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
+def test_staged_run_can_be_told_again(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "laptop.toml"
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
@@ -126,12 +126,12 @@ def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.cli.train_dry_run.require_machine", lambda settings: None)
 
 
-def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "loop.group_size=1"]) == 2
     assert capsys.readouterr().out.startswith("refused    loop.group_size: 1 must be at least 2")
 
 
-def test_a_plan_says_which_files_a_start_would_lack(
+def test_plan_says_which_files_a_start_would_lack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = tmp_path / "tasks.jsonl"
@@ -194,13 +194,13 @@ def test_plan_starts_mcp_servers(
     )
 
 
-def test_a_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "env=math:mine"]) == 2
     (refused,) = re.findall(r"^(?:refused|missing) .*math.*", capsys.readouterr().out, re.M)
     assert re.match(r"refused    env.name: math has no 'mine' \(.*math.*\)", refused)
 
 
-def test_a_plan_is_printed_as_json(
+def test_plan_is_printed_as_json(
     complete_machine: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "small.toml")
@@ -218,7 +218,7 @@ def test_a_plan_is_printed_as_json(
         main(["--json"])
 
 
-def test_a_plan_of_a_run_that_goes_on_has_its_settings(
+def test_plan_of_a_run_that_goes_on_has_its_settings(
     complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "small.toml"
@@ -244,7 +244,7 @@ def test_missing_packages_are_named_before_anything_starts(
     assert "torch (the learner)" in out
 
 
-def test_a_run_that_holds_out_all_its_tasks_does_not_start(
+def test_run_that_holds_out_all_its_tasks_does_not_start(
     complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tasks.jsonl"
@@ -260,7 +260,7 @@ def test_a_run_that_holds_out_all_its_tasks_does_not_start(
     assert reason not in capsys.readouterr().out
 
 
-def test_a_complete_run_is_not_started_again(
+def test_complete_run_is_not_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path / "run", f"model='{SMALL}'\n[loop]\nsteps=2\n")
@@ -289,7 +289,7 @@ def test_steps_of_fine_tuning_are_not_those_of_the_run(
     assert "is in supervised fine-tuning, which is before its step 0" in capsys.readouterr().err
 
 
-def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
     assert "--restarts: must be at least 0, not -1" in capsys.readouterr().err
@@ -311,7 +311,7 @@ def run_at(path: Path, *overrides: str) -> TrainSettings:
         ("loop.seed=9", 7, "--from: no checkpoint"),
     ],
 )
-async def test_a_refused_resume_leaves_the_run_unchanged(
+async def test_refused_resume_leaves_the_run_unchanged(
     tmp_path: Path, override: str, from_step: int | None, named: str
 ) -> None:
     settings = run_at(tmp_path)
@@ -345,7 +345,7 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.anyio
-async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
+async def test_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
     folder = RunFolder(tmp_path / "run", to_toml(settings))
     folder.add_group(1, [{"text": "kept"}])
@@ -357,7 +357,7 @@ async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> No
             await train(settings, cast(Any, RecordedProgress()), resume=path)
 
 
-def test_a_run_without_its_journal_is_one_line_on_the_command_line(
+def test_run_without_its_journal_is_one_line_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_module, "require_machine", lambda settings: None)
@@ -382,7 +382,7 @@ def test_all_that_is_missing_is_named_in_the_order_of_its_installation(
 
 
 @pytest.mark.anyio
-async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
+async def test_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
     overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
         await train(
@@ -411,7 +411,7 @@ async def start_on_a_node(settings: TrainSettings) -> None:
 
 
 @pytest.mark.parametrize("start", [start_training, start_on_a_node])
-def test_a_signal_ends_a_run_whose_environment_is_slow_to_import(
+def test_signal_ends_a_run_whose_environment_is_slow_to_import(
     start: Callable[[TrainSettings], Awaitable[None]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -457,7 +457,7 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
     assert (run / "config.toml").read_text() == to_toml(settings)
 
 
-def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
+def test_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     group, same = "weights.transport=broadcast", "learner.collective_timeout_s=60"
     with pytest.raises(SettingsError, match=r"learner\.collective_timeout_s: 60 .*above 60"):
         check_settings(load_settings(TrainSettings, overrides=[group, same]))
@@ -475,13 +475,13 @@ def test_all_problems_of_the_settings_are_reported_at_once() -> None:
     assert named == ["model", "ranks.nodes", "sampling.top_k", "loop.early_stop_at"]
 
 
-def test_a_group_of_one_teaches_nothing() -> None:
+def test_group_of_one_teaches_nothing() -> None:
     overrides = ["loop.group_size=1", "roc.down_sample_to_n=0"]
     with pytest.raises(SettingsError, match=r"loop\.group_size"):
         check_settings(load_settings(TrainSettings, overrides=overrides))
 
 
-def test_the_learner_has_the_servers_model_and_temperature() -> None:
+def test_learner_has_the_servers_model_and_temperature() -> None:
     template = SMALL / "chat_template.jinja"
     overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
     settings = load_settings(TrainSettings, overrides=overrides)
@@ -562,7 +562,7 @@ def pids_of(script: Path) -> list[int]:
 @pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
-async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
+async def test_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     progress = RecordedProgress()
     async with server.serving():
@@ -586,7 +586,7 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
     ("step", "checkpoint"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
 )
 @pytest.mark.full
-async def test_a_stopped_run_prints_the_command_to_resume_it(
+async def test_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, played_rank: Path, step: int | None, checkpoint: str
 ) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
@@ -615,7 +615,7 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize("max_restarts", [0, 1])
 @pytest.mark.full
-async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
+async def test_rank_that_dies_while_rollouts_go_on_is_started_again(
     tmp_path: Path, played_rank: Path, max_restarts: int
 ) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
@@ -654,7 +654,7 @@ ENVS = "envs=[{weight=2, tasks={levels=[2]}, budget={max_turns=3}}, {tasks={leve
 @pytest.mark.timeout(180)  # all processes of a run start
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.full
-async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> None:
+async def test_run_of_two_environments(tmp_path: Path, played_rank: Path) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     async with server.serving():
         settings = played_settings(tmp_path, server, ENVS, "loop.prompts_per_step=3")
@@ -677,15 +677,15 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
 
 def test_env_and_envs_exclude_each_other() -> None:
     check_settings(load_settings(TrainSettings, overrides=[ENVS]))
-    both = load_settings(
+    pair = load_settings(
         TrainSettings, overrides=[ENVS, "env=agentloop.environments.examples.guess_number:guess"]
     )
     with pytest.raises(SettingsError, match="env, envs: both are set"):
-        check_settings(both)
+        check_settings(pair)
 
 
 @pytest.mark.anyio
-async def test_a_run_is_not_resumed_with_other_environments(tmp_path: Path) -> None:
+async def test_run_is_not_resumed_with_other_environments(tmp_path: Path) -> None:
     settings = run_at(tmp_path, ENVS)
     folder = RunFolder(tmp_path / "run", to_toml(settings))
     path = folder.path

@@ -45,7 +45,7 @@ async def hang(pool: Pool, mark: str) -> None:
         mark: a number of seconds that no other process sleeps.
     """
     sleep = _SLEEP.format(mark=mark)
-    found: list[int] = []
+    result: list[int] = []
 
     @agentloop.environment
     async def hangs(task: Any, agent: Agent) -> float:
@@ -53,26 +53,26 @@ async def hang(pool: Pool, mark: str) -> None:
             await session.run(f"import os; os.fork() or {sleep}")
             tasks.start_soon(lambda: agent.sandbox.run(f"import os; {sleep}", timeout_s=600))
             await eventually(lambda: len(_sleeping(mark)) == 2)
-            found.extend(_sleeping(mark))
+            result.extend(_sleeping(mark))
             await anyio.sleep_forever()
         return 1.0
 
     player = EnvironmentPlayer(hangs, OnlyASandbox(pool), sampling=Sampling())
     with pytest.raises(RequestError, match="ran out of time"):
         await records_of(player, Task("t", "", ""), budget=agentloop.Budget(timeout_s=patient(6)))
-    assert len(found) == 2
+    assert len(result) == 2
     await eventually(lambda: not _sleeping(mark))
     await eventually(lambda: (pool.stats()["busy"], pool.stats()["sessions"]) == (0, 0))
 
 
 def _sleeping(mark: str) -> list[int]:
     """Return the processes that sleep for so long, in whatever container they are."""
-    found = []
+    result = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:  # it has ended
             continue
         if words[:2] == [b"sleep", mark.encode()]:
-            found.append(int(folder.name))
-    return found
+            result.append(int(folder.name))
+    return result

@@ -73,8 +73,8 @@ async def test_tokens_that_a_client_samples_are_recorded() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:
         first = await ask(agent)
-        said = {"role": "assistant", "content": first}
-        second = await ask(agent, [*HELLO, said, {"role": "user", "content": "more"}])
+        stated = {"role": "assistant", "content": first}
+        second = await ask(agent, [*HELLO, stated, {"role": "user", "content": "more"}])
         return float(first + second == "onetwo")
 
     episode = await played(asks, says("one"), says("two"))
@@ -87,7 +87,7 @@ async def test_tokens_that_a_client_samples_are_recorded() -> None:
     assert len(record.ids) == len(record.mask) == len(record.logprobs)
 
 
-async def test_a_client_cannot_change_how_the_policy_is_sampled() -> None:
+async def test_client_cannot_change_how_the_policy_is_sampled() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:
         async with openai.AsyncOpenAI(base_url=agent.url, api_key=agent.key) as client:
@@ -113,17 +113,17 @@ async def test_a_client_cannot_change_how_the_policy_is_sampled() -> None:
     assert not first.parameters
 
 
-async def test_a_conversation_keeps_to_the_budget_of_its_rollout() -> None:
+async def test_conversation_keeps_to_the_budget_of_its_rollout() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:
         history, refused = list(HELLO), ""
         while not refused:
             try:
-                said = {"role": "assistant", "content": await ask(agent, history)}
+                stated = {"role": "assistant", "content": await ask(agent, history)}
             except openai.BadRequestError as error:
                 refused = str(error)
             else:
-                history += [said, {"role": "user", "content": "more"}]
+                history += [stated, {"role": "user", "content": "more"}]
         return float("maximum context length" in refused)
 
     engine = ScriptedEngine(*(says("one") for _ in range(9)))
@@ -133,12 +133,12 @@ async def test_a_conversation_keeps_to_the_budget_of_its_rollout() -> None:
     (record,) = episode.trained
     assert 1 < len(record.turns) < 9
     assert record.num_response_tokens <= 60
-    limits = [one.max_new_tokens for one in engine.asked]
+    limits = [single.max_new_tokens for single in engine.asked]
     assert limits == sorted(limits, reverse=True)
     assert limits[0] == 60
 
 
-async def test_a_server_that_fails_a_client_is_infrastructure() -> None:
+async def test_server_that_fails_a_client_is_infrastructure() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:
         with pytest.raises(openai.InternalServerError):
@@ -151,7 +151,7 @@ async def test_a_server_that_fails_a_client_is_infrastructure() -> None:
     assert "gone" in episode.reward.reason
 
 
-async def test_a_client_that_asks_again_and_is_answered_has_lost_nothing() -> None:
+async def test_client_that_asks_again_and_is_answered_has_lost_nothing() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:
         with pytest.raises(openai.InternalServerError):
@@ -165,7 +165,7 @@ async def test_a_client_that_asks_again_and_is_answered_has_lost_nothing() -> No
     assert len(episode.trained) == 1
 
 
-async def test_a_request_in_flight_ends_with_its_rollout() -> None:
+async def test_request_in_flight_ends_with_its_rollout() -> None:
     started, ended = anyio.Event(), anyio.Event()
 
     async def hang() -> None:
@@ -198,7 +198,7 @@ async def test_a_request_in_flight_ends_with_its_rollout() -> None:
     assert len(record.turns) == 1
 
 
-async def test_a_session_of_a_rollout_serves_nothing_but_the_model() -> None:
+async def test_session_of_a_rollout_serves_nothing_but_the_model() -> None:
     @agentloop.environment
     async def tries(task: Task, agent: Agent) -> float:
         base = agent.anthropic_url

@@ -21,6 +21,6 @@ pytestmark = [
 
 
 @pytest.mark.full
-async def test_a_hanging_environment_leaves_no_process_in_local_workers() -> None:
+async def test_hanging_environment_leaves_no_process_in_local_workers() -> None:
     async with Pool(BARE) as pool:
         await hang(pool, "600.1617")

@@ -56,9 +56,7 @@ def endpoint(fake: FakeEndpoint, **options: Any) -> Endpoint:
 )
 @settings(deadline=None)
 @pytest.mark.full
-def test_a_verdict_at_the_end_is_found(
-    before: str, score: float, reason: str, fenced: bool
-) -> None:
+def test_verdict_at_the_end_is_found(before: str, score: float, reason: str, fenced: bool) -> None:
     line = json.dumps({"score": score, "reason": reason})
     text = f"{before}\n```json\n{line}\n```\n" if fenced else f"{before}\n{line}"
     assert parse_rating(text, low=-2, high=5) == Rating(score, reason)
@@ -84,12 +82,12 @@ def test_a_verdict_at_the_end_is_found(
         ('{"a": ' * 10_000, "must end with a JSON object"),
     ],
 )
-def test_a_malformed_verdict_is_named(text: str, problem: str) -> None:
+def test_malformed_verdict_is_named(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_rating(text, low=0, high=1)
 
 
-async def test_the_judge_is_told_the_rubric_the_range_and_the_content() -> None:
+async def test_judge_is_told_the_rubric_the_range_and_the_content() -> None:
     async with FakeEndpoint(deque([verdict(7)])).serving() as fake:
         judge = Judge(
             endpoint(fake, api_key="key", options={"temperature": 0}), RUBRIC, low=1, high=10
@@ -104,7 +102,7 @@ async def test_the_judge_is_told_the_rubric_the_range_and_the_content() -> None:
     assert fake.keys == ["Bearer key"]
 
 
-async def test_a_malformed_verdict_is_repeated_with_the_mistake() -> None:
+async def test_malformed_verdict_is_repeated_with_the_mistake() -> None:
     async with FakeEndpoint(deque([verdict(7), verdict(0.5)])).serving() as fake:
         judge = Judge(endpoint(fake), RUBRIC)
         assert await judge("x") == 0.5
@@ -135,7 +133,7 @@ async def test_reasoning_is_not_part_of_the_verdict() -> None:
         ({"max_tries": 0}, "Judge: max_tries"),
     ],
 )
-def test_a_judges_arguments_are_checked(arguments: dict[str, Any], problem: str) -> None:
+def test_judges_arguments_are_checked(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         Judge(Endpoint("http://a/v1"), RUBRIC, **arguments)
 
@@ -165,7 +163,7 @@ async def test_equal_content_is_judged_once_also_at_the_same_time() -> None:
     assert judge._cache._asking == {}
 
 
-async def test_a_waiting_call_asks_if_the_call_before_it_is_cancelled() -> None:
+async def test_waiting_call_asks_if_the_call_before_it_is_cancelled() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         model = endpoint(fake)
         judge = Judge(model, RUBRIC)
@@ -191,7 +189,7 @@ async def test_a_waiting_call_asks_if_the_call_before_it_is_cancelled() -> None:
     assert model._client is None
 
 
-async def test_the_least_recently_used_score_is_forgotten() -> None:
+async def test_least_recently_used_score_is_forgotten() -> None:
     async with FakeEndpoint().serving() as fake:
         judge = Judge(endpoint(fake), RUBRIC, max_cached=2)
         for text, num_requests in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
@@ -247,22 +245,22 @@ async def test_file_that_is_no_database_is_a_settings_error(tmp_path: Path) -> N
             await Judge(endpoint(fake), RUBRIC, cache=file)("x")
 
 
-async def test_a_function_is_asked_each_time() -> None:
-    asked: list[Sequence[Message]] = []
+async def test_function_is_asked_each_time() -> None:
+    requests: list[Sequence[Message]] = []
 
     async def ask(messages: Sequence[Message]) -> str:
-        asked.append(messages)
+        requests.append(messages)
         return '{"score": 1}'
 
     judge = Judge(ask, RUBRIC)
     assert [await judge("x"), await judge("x")] == [1, 1]
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 # --- the endpoint ---------------------------------------------------------------------------------
 
 
-async def test_a_number_of_requests_is_never_exceeded() -> None:
+async def test_number_of_requests_is_never_exceeded() -> None:
     async with FakeEndpoint(deque(verdict(1) for _ in range(9))).serving() as fake:
         model = endpoint(fake, max_requests=3)
         judge = Judge(model, RUBRIC)
@@ -281,7 +279,7 @@ async def test_a_number_of_requests_is_never_exceeded() -> None:
     assert refused == [f"{fake.url}: 3 requests were made (max_requests)"] * 3
 
 
-async def test_a_cost_ends_further_requests() -> None:
+async def test_cost_ends_further_requests() -> None:
     async with FakeEndpoint(deque([verdict(1), verdict(1)])).serving() as fake:
         model = endpoint(fake, max_cost=0.004, prices=(2.0, 10.0))
         judge = Judge(model, RUBRIC)
@@ -322,7 +320,7 @@ async def test_filtered_answer_is_no_verdict() -> None:
             await Judge(endpoint(fake), RUBRIC)("x")
 
 
-async def test_the_number_of_requests_in_flight_is_bounded() -> None:
+async def test_number_of_requests_in_flight_is_bounded() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         model = endpoint(fake, max_concurrent=2)
         async with anyio.create_task_group() as tasks:
@@ -354,7 +352,7 @@ async def test_equal_conversations_with_a_user_get_equal_replies() -> None:
     assert len(fake.requests) == model.num_requests == 4
 
 
-async def test_an_answer_has_a_deadline_that_includes_the_wait_for_others() -> None:
+async def test_answer_has_a_deadline_that_includes_the_wait_for_others() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         model = endpoint(fake, timeout_s=0.2, max_concurrent=1)
         failed: list[str] = []
@@ -371,7 +369,7 @@ async def test_an_answer_has_a_deadline_that_includes_the_wait_for_others() -> N
     assert failed == [f"{fake.url}: no answer within 0.2 s (timeout_s)"] * 2
 
 
-async def test_the_only_model_need_not_be_named() -> None:
+async def test_only_model_need_not_be_named() -> None:
     async with FakeEndpoint(deque([verdict(1)]), models=["only"]).serving() as fake:
         assert await Judge(Endpoint(fake.url), RUBRIC)("x") == 1
     assert fake.requests[0]["model"] == "only"
@@ -404,31 +402,31 @@ async def test_only_what_may_pass_is_the_infrastructures_fault(
         ({"max_concurrent": 0}, "Endpoint: max_concurrent: "),
     ],
 )
-def test_an_endpoints_arguments_are_checked(arguments: dict[str, Any], problem: str) -> None:
+def test_endpoints_arguments_are_checked(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         Endpoint(**({"url": "http://a/v1"} | arguments))
 
 
-def test_an_endpoint_outlasts_an_event_loop() -> None:
+def test_endpoint_outlasts_an_event_loop() -> None:
     """A judge is made in an environment's module, when no event loop runs."""
 
-    async def use(told: list[Endpoint]) -> None:
+    async def use(reported: list[Endpoint]) -> None:
         async with FakeEndpoint(deque([verdict(1)])).serving() as fake:
-            if not told:
-                told.append(endpoint(fake))
-            told[0]._settings = told[0]._settings.model_copy(update={"url": fake.url})
-            assert await Judge(told[0], RUBRIC)("x") == 1
+            if not reported:
+                reported.append(endpoint(fake))
+            reported[0]._settings = reported[0]._settings.model_copy(update={"url": fake.url})
+            assert await Judge(reported[0], RUBRIC)("x") == 1
 
-    told: list[Endpoint] = []
+    reported: list[Endpoint] = []
     for _ in range(2):
-        anyio.run(use, told)
-    assert told[0].num_requests == 2
+        anyio.run(use, reported)
+    assert reported[0].num_requests == 2
 
 
 # --- in an environment ----------------------------------------------------------------------------
 
 
-async def test_a_judge_that_fails_gives_no_reward_and_never_0() -> None:
+async def test_judge_that_fails_gives_no_reward_and_never_0() -> None:
     async with FakeEndpoint(deque([Answer(503), verdict(0)])).serving() as fake:
         judge = Judge(endpoint(fake, max_concurrent=1), RUBRIC)
 
@@ -438,12 +436,14 @@ async def test_a_judge_that_fails_gives_no_reward_and_never_0() -> None:
             return await judge(agent.id)
 
         episodes = await run(judged)
-    rewards = sorted((one.reward for one in episodes if one.reward), key=lambda one: str(one.value))
-    assert [one.value for one in rewards] == [0.0, None]
+    rewards = sorted(
+        (single.reward for single in episodes if single.reward), key=lambda one: str(one.value)
+    )
+    assert [single.value for single in rewards] == [0.0, None]
     assert rewards[1].reason.startswith(f"infrastructure: {fake.url}: 503")
 
 
-async def test_a_judge_that_nobody_may_ask_any_more_ends_the_run() -> None:
+async def test_judge_that_nobody_may_ask_any_more_ends_the_run() -> None:
     async with FakeEndpoint().serving() as fake:
         judge = Judge(endpoint(fake, max_requests=0), RUBRIC)
 
@@ -462,7 +462,7 @@ async def test_another_agent_may_be_the_judge() -> None:
     async def judged(task: Any, agent: agentloop.Agent) -> float:
         return await Judge(agent.chat, RUBRIC, low=-1, high=9, max_tries=1)("x")
 
-    for one in await run(judged):
-        assert one.reward is not None
-        assert one.reward.value is None  # the fake model says how many messages it has seen
-        assert "the judge gave no verdict" in one.reward.reason
+    for single in await run(judged):
+        assert single.reward is not None
+        assert single.reward.value is None  # the fake model says how many messages it has seen
+        assert "the judge gave no verdict" in single.reward.reason

@@ -44,19 +44,24 @@ async def game(task: Any, agent: Agent, *, worth: float = 1.0) -> float:
 def resolved(*envs: dict[str, Any], **options: Any) -> list[RunEnvironment]:
     return environments_of(
         options.get("env", EnvSettings()),
-        [EnvsSettings(**one) for one in envs],
+        [EnvsSettings(**single) for single in envs],
         options.get("tasks", TasksSettings(seed=3, held_out=4)),
         options.get("budget", Budget(max_turns=5, timeout_s=60)),
     )
 
 
 def test_without_envs_there_is_one_environment_without_a_name() -> None:
-    (one,) = resolved(env=EnvSettings(name="a:b"))
-    assert (one.name, one.env.name, one.tasks.seed, dict(one.budget)) == ("", "a:b", 3, {})
-    assert open_mixture([one], [None]).cursor()["position"] == 0
+    (single,) = resolved(env=EnvSettings(name="a:b"))
+    assert (single.name, single.env.name, single.tasks.seed, dict(single.budget)) == (
+        "",
+        "a:b",
+        3,
+        {},
+    )
+    assert open_mixture([single], [None]).cursor()["position"] == 0
 
 
-def test_an_item_has_what_differs_and_the_rest_of_the_run() -> None:
+def test_item_has_what_differs_and_the_rest_of_the_run() -> None:
     first, second = resolved(
         {"name": "m:one", "weight": 2, "tasks": {"held_out": "1"}, "budget": {"max_turns": "9"}},
         {"name": "m:two", "args": {"x": 1}},
@@ -69,8 +74,8 @@ def test_an_item_has_what_differs_and_the_rest_of_the_run() -> None:
 
 def test_names_are_short_and_distinct() -> None:
     names = ["m:game", "n:game", "", "game-2", "a b", "m:game", ""]
-    found = resolved(*({"name": name} for name in names))
-    assert [one.name for one in found] == [
+    result = resolved(*({"name": name} for name in names))
+    assert [single.name for single in result] == [
         *("game", "game-2", "agent", "game-2-2", "a-b", "game-3", "agent-2")
     ]
 
@@ -84,7 +89,7 @@ def test_names_are_short_and_distinct() -> None:
         ({"budget": {"turns": 1}}, r"envs\.1\.budget: unknown setting 'turns'"),
     ],
 )
-def test_a_wrong_setting_of_an_item_is_named(item: dict[str, Any], problem: str) -> None:
+def test_wrong_setting_of_an_item_is_named(item: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         resolved({"name": "m:one"}, {"name": "m:two", **item})
 
@@ -129,33 +134,37 @@ def test_each_environment_needs_tasks_to_train_on(tmp_path: Path) -> None:
         source.check_training()
 
 
-async def test_a_group_runs_in_its_tasks_environment() -> None:
+async def test_group_runs_in_its_tasks_environment() -> None:
     environments = resolved(
         {"name": f"{HERE}:game", "args": {"worth": 0.5}, "budget": {"max_turns": 2}},
         {"name": f"{HERE}:game", "args": {"worth": 3}},
         {"budget": {"max_response_tokens": 77}, "tasks": {"levels": [2]}},
     )
-    source = open_mixture(environments, [one.load() for one in environments])
+    source = open_mixture(environments, [single.load() for single in environments])
     model = Model()
     player = player_of(environments, model, sampling=Sampling(), emit=ignore, grader=Grader())
-    found: dict[str, Sequence[RolloutRecord]] = {}
+    result: dict[str, Sequence[RolloutRecord]] = {}
     for task in islice(source, 3):
-        found[task.env] = await records_of(
+        result[task.env] = await records_of(
             player, task, size=2, name=task.id, budget=Budget(max_turns=5)
         )
     rewards = {
-        name: [one.reward and one.reward.value for one in each] for name, each in found.items()
+        name: [single.reward and single.reward.value for single in each]
+        for name, each in result.items()
     }
     assert rewards == {"game": [0.5] * 2, "game-2": [3.0] * 2, "agent": [None] * 2}
     limits = {
-        re.sub("-(environment|arithmetic).*", "", id): (one.max_turns, one.max_response_tokens)
-        for id, one in model.budgets
+        re.sub("-(environment|arithmetic).*", "", id): (
+            single.max_turns,
+            single.max_response_tokens,
+        )
+        for id, single in model.budgets
     }
     usual = Budget().max_response_tokens
     assert limits == {"game": (2, usual), "game-2": (5, usual), "agent": (5, 77)}
 
 
-async def test_a_single_environment_is_run_as_it_is() -> None:
+async def test_single_environment_is_run_as_it_is() -> None:
     environments = resolved(env=EnvSettings(name=f"{HERE}:game"))
     player = player_of(environments, Model(), sampling=Sampling(), emit=ignore, grader=Grader())
     (episode,) = await records_of(player, Task("t", "", ""))
@@ -164,7 +173,7 @@ async def test_a_single_environment_is_run_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("name", "num_listens"), [(f"{HERE}:game", 1), ("", 0)])
-async def test_a_port_for_clients_is_opened_for_environments_only(
+async def test_port_for_clients_is_opened_for_environments_only(
     name: str, num_listens: int
 ) -> None:
     model = Model()

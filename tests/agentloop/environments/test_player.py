@@ -50,11 +50,11 @@ def schema_parser() -> None:
     import_schema_parser()
 
 
-def calls(*asked: tuple[str, str, str], text: str = "") -> Answer:
+def calls(*requests: tuple[str, str, str], text: str = "") -> Answer:
     """Return an answer with tool calls: the id, the name and the arguments of each."""
     made = [
         {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for key, name, arguments in asked
+        for key, name, arguments in requests
     ]
     return said(text, "tool_calls", tool_calls=made)
 
@@ -71,38 +71,38 @@ def double(number: int) -> int:
 
 def played_by(player: Any, **options: Any) -> tuple[Environment, list[Trajectory]]:
     """Return an environment whose opponent says something, and where its record will be."""
-    found: list[Trajectory] = []
+    result: list[Trajectory] = []
 
     @agentloop.environment
     async def against(task: Any, agent: Agent) -> float:
         await agent.run("Your move?")
-        found.append(await agent.other("opponent", player=player).run("And yours?", **options))
+        result.append(await agent.other("opponent", player=player).run("And yours?", **options))
         return 1.0
 
-    return against, found
+    return against, result
 
 
 # --- conversations --------------------------------------------------------------------------------
 
 
-async def test_an_endpoint_plays_an_agent_with_tools() -> None:
+async def test_endpoint_plays_an_agent_with_tools() -> None:
     first = calls(("c1", "double", '{"number": 21}'), text="<think>Hm.</think>Let me see.")
     async with FakeEndpoint(deque([first, said("It is 42.")])).serving() as fake:
-        against, found = played_by(endpoint(fake), tools=[double], system="Be brief.")
+        against, result = played_by(endpoint(fake), tools=[double], system="Be brief.")
         (episode,) = await run(against, size=1)
-    (trajectory,) = found
+    (trajectory,) = result
     assert trajectory.answer == "It is 42."
-    assert [one.content for one in trajectory.results] == ["42"]
+    assert [single.content for single in trajectory.results] == ["42"]
     assert trajectory.turns[0].text == "<think>Hm.</think>Let me see."
     assert (trajectory.ids, trajectory.num_sampled_tokens) == ([], 0)
-    asked, again = fake.requests
+    requests, again = fake.requests
     prompt = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "And yours?"},
     ]
-    assert asked["messages"] == prompt
-    assert [tool["function"]["name"] for tool in asked["tools"]] == ["double"]
-    assert asked["model"] == "m"
+    assert requests["messages"] == prompt
+    assert [tool["function"]["name"] for tool in requests["tools"]] == ["double"]
+    assert requests["model"] == "m"
     function = {"name": "double", "arguments": '{"number": 21}'}
     call = {"id": "c1", "type": "function", "function": function}
     assert again["messages"][2:] == [  # without the reasoning
@@ -115,16 +115,14 @@ async def test_an_endpoint_plays_an_agent_with_tools() -> None:
     ]
     opponent = episode.others["opponent"]
     assert not opponent.is_trained
-    assert [one.id for one in opponent.trajectories] == ["1-t.0+opponent"]
+    assert [single.id for single in opponent.trajectories] == ["1-t.0+opponent"]
     assert episode.trained == list(episode.trajectories)
     assert episode.num_sampled_tokens == 1  # the agent's own
 
 
-async def test_the_runtime_of_another_model_plays_an_agent_with_the_tools_of_the_environment() -> (
-    None
-):
+async def test_runtime_of_another_model_plays_an_agent_with_the_tools_of_the_environment() -> None:
     older, newer = Model(), Model()
-    against, found = played_by(older, tools=[double], max_tokens=9)
+    against, result = played_by(older, tools=[double], max_tokens=9)
     (episode,) = await run(against, newer, size=1)
     ((_, options),) = older.asked
     assert [tool.name for tool in options["tools"]] == ["double"]
@@ -132,11 +130,11 @@ async def test_the_runtime_of_another_model_plays_an_agent_with_the_tools_of_the
     assert len(newer.asked) == 1
     opponent = episode.others["opponent"]
     assert not opponent.is_trained
-    assert [one.ids for one in opponent.trajectories] == [found[0].ids]
+    assert [single.ids for single in opponent.trajectories] == [result[0].ids]
     assert episode.trained == list(episode.trajectories)
 
 
-async def test_a_failing_runtime_of_another_model_is_no_reward() -> None:
+async def test_failing_runtime_of_another_model_is_no_reward() -> None:
     older = Model()
     older.error = ServerUnavailable("gone")
     against, _ = played_by(older)
@@ -144,7 +142,7 @@ async def test_a_failing_runtime_of_another_model_is_no_reward() -> None:
     assert episode.no_reward is NoReward.INFRASTRUCTURE
 
 
-async def test_an_endpoint_converses_message_by_message() -> None:
+async def test_endpoint_converses_message_by_message() -> None:
     answers: list[str] = []
 
     @agentloop.environment
@@ -161,7 +159,7 @@ async def test_an_endpoint_converses_message_by_message() -> None:
         player = EnvironmentPlayer(game, Model(), sampling=Sampling())
         (episode,) = await records_of(player, TASK, budget=Budget(max_turns=3))
     assert answers == ["0", "1", "2", ""]
-    last = [one["content"] for one in fake.requests[-1]["messages"]]
+    last = [single["content"] for single in fake.requests[-1]["messages"]]
     assert last == ["Play.", "question 0", "0", "question 1", "1", "question 2"]
     assert episode.reward is not None
     assert episode.reward.value == 1.0
@@ -170,17 +168,17 @@ async def test_an_endpoint_converses_message_by_message() -> None:
 async def test_mistakes_in_calls_are_the_players_own() -> None:
     mistakes = calls(("a", "double", "{"), ("b", "halve", "{}"), ("c", "double", '{"number": "x"}'))
     async with FakeEndpoint(deque([mistakes, said("I see.")])).serving() as fake:
-        against, found = played_by(endpoint(fake), tools=[double])
+        against, result = played_by(endpoint(fake), tools=[double])
         (episode,) = await run(against, size=1)
-    (trajectory,) = found
-    assert [one.status for one in trajectory.results] == [
+    (trajectory,) = result
+    assert [single.status for single in trajectory.results] == [
         ToolCallStatus.MALFORMED,
         ToolCallStatus.UNKNOWN_TOOL,
         ToolCallStatus.BAD_ARGUMENTS,
     ]
-    told = [one["content"] for one in fake.requests[1]["messages"][-3:]]
-    assert told == [one.content for one in trajectory.results]
-    assert told[0].startswith("[malformed tool call]")
+    reported = [single["content"] for single in fake.requests[1]["messages"][-3:]]
+    assert reported == [single.content for single in trajectory.results]
+    assert reported[0].startswith("[malformed tool call]")
     assert episode.reward is not None
     assert episode.reward.value == 1.0
 
@@ -198,20 +196,20 @@ async def test_calls_of_a_message_run_at_the_same_time_and_keep_their_order() ->
         done.set()
         return "2"
 
-    both = calls(("same", "first", ""), ("same", "second", "{}"))
-    async with FakeEndpoint(deque([both])).serving() as fake:
-        against, found = played_by(endpoint(fake), tools=[first, second])
+    pair = calls(("same", "first", ""), ("same", "second", "{}"))
+    async with FakeEndpoint(deque([pair])).serving() as fake:
+        against, result = played_by(endpoint(fake), tools=[first, second])
         await run(against, size=1)
-    assert [one.content for one in found[0].results] == ["1", "2"]
+    assert [single.content for single in result[0].results] == ["1", "2"]
 
 
 async def test_tools_that_the_caller_runs_end_a_conversation() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "move", "parameters": {}}})
     async with FakeEndpoint(deque([calls(("c", "move", "{}"))])).serving() as fake:
-        against, found = played_by(endpoint(fake), tools=[tool])
+        against, result = played_by(endpoint(fake), tools=[tool])
         await run(against, size=1)
-    assert found[0].stop_reason is StopReason.CALLER_TOOLS
-    assert [one.name for one in found[0].calls] == ["move"]
+    assert result[0].stop_reason is StopReason.CALLER_TOOLS
+    assert [single.name for single in result[0].calls] == ["move"]
 
 
 async def test_named_tools_are_those_of_the_run() -> None:
@@ -221,9 +219,9 @@ async def test_named_tools_are_those_of_the_run() -> None:
 
     script = deque([calls(("c", "double", '{"number": 4}'))])
     async with FakeEndpoint(script).serving() as fake:
-        against, found = played_by(endpoint(fake), tools=["twice"])
+        against, result = played_by(endpoint(fake), tools=["twice"])
         await run(against, WithTools(), size=1)
-    assert found[0].results[0].content == "8"
+    assert result[0].results[0].content == "8"
 
 
 async def test_calls_in_the_messages_of_an_environment_are_sent_as_json_text() -> None:
@@ -239,23 +237,25 @@ async def test_calls_in_the_messages_of_an_environment_are_sent_as_json_text() -
     assert json.loads(call["function"]["arguments"]) == {"number": 2}
 
 
-async def test_a_script_may_play_an_agent_in_training_and_in_a_test() -> None:
+async def test_script_may_play_an_agent_in_training_and_in_a_test() -> None:
     async def opponent(messages: list[Message]) -> Message | str:
         if messages[-1]["role"] == "user":
             return agentloop.call("double", number=len(messages))
         return f"<think>So</think>It is {messages[-1]['content']}."
 
-    against, found = played_by(opponent, tools=[double])
+    against, result = played_by(opponent, tools=[double])
     (episode,) = await run(against, size=1)
-    assert found[0].answer == "It is 2."
+    assert result[0].answer == "It is 2."
     assert not episode.others["opponent"].is_trained
     played = await agentloop.play(against, {}, lambda messages: "e4")
     assert played.reward.value == 1.0
-    assert [one["messages"][-1]["content"] for one in played.dialogues] == ["e4"]  # the agent's own
-    assert found[1].answer == "It is 2."
+    assert [single["messages"][-1]["content"] for single in played.dialogues] == [
+        "e4"
+    ]  # the agent's own
+    assert result[1].answer == "It is 2."
 
 
-async def test_a_player_must_be_one() -> None:
+async def test_player_must_be_one() -> None:
     with pytest.raises(RequestError, match="TypeError: player: expected an endpoint, a runtime or"):
         await run(played_by("http://a/v1")[0])
 
@@ -273,15 +273,15 @@ async def test_a_player_must_be_one() -> None:
         ({"max_completion_tokens": 5}, 7, {"max_completion_tokens": 5}),
     ],
 )
-async def test_a_limit_of_tokens_is_that_of_a_message(
+async def test_limit_of_tokens_is_that_of_a_message(
     options: dict[str, Any], limit: int | None, sent: dict[str, int]
 ) -> None:
     async with FakeEndpoint(deque([said("It is", "length")])).serving() as fake:
-        against, found = played_by(endpoint(fake, options=options), max_tokens=limit)
+        against, result = played_by(endpoint(fake, options=options), max_tokens=limit)
         await run(against, size=1)
     assert {name: fake.requests[0][name] for name in fake.requests[0] if "tokens" in name} == sent
-    assert found[0].stop_reason is StopReason.TOKEN_BUDGET
-    assert (found[0].answer, found[0].turns[0].end) == ("It is", TurnEnd.LENGTH)
+    assert result[0].stop_reason is StopReason.TOKEN_BUDGET
+    assert (result[0].answer, result[0].turns[0].end) == ("It is", TurnEnd.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -297,13 +297,13 @@ async def test_what_cuts_off_a_message_ends_the_conversation(
     message = {"role": "assistant", "content": "It is"}
     choice = {"message": message, "finish_reason": finish, **more}
     async with FakeEndpoint(deque([Answer(body={"choices": [choice]})])).serving() as fake:
-        against, found = played_by(endpoint(fake))
+        against, result = played_by(endpoint(fake))
         await run(against, size=1)
-    assert found[0].stop_reason is stop_reason
-    assert found[0].answer == "It is"
+    assert result[0].stop_reason is stop_reason
+    assert result[0].answer == "It is"
 
 
-async def test_an_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:
+async def test_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:
     async with FakeEndpoint().serving() as fake:
         against, _ = played_by(endpoint(fake, max_requests=0))
         with pytest.raises(RequestError, match=r"raised LimitReached: .*\(max_requests\)"):
@@ -314,7 +314,7 @@ async def test_an_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> No
 
 
 @pytest.mark.parametrize("hides", [False, True])
-async def test_an_endpoint_that_fails_gives_no_reward(hides: bool) -> None:
+async def test_endpoint_that_fails_gives_no_reward(hides: bool) -> None:
     @agentloop.environment
     async def against(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -335,7 +335,7 @@ async def test_an_endpoint_that_fails_gives_no_reward(hides: bool) -> None:
             assert failed.turns[0].end is TurnEnd.ABORT
 
 
-async def test_an_endpoint_that_is_late_is_the_infrastructures_fault() -> None:
+async def test_endpoint_that_is_late_is_the_infrastructures_fault() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         against, _ = played_by(endpoint(fake))
         (episode,) = await run(against, size=1, timeout_s=0.3)
@@ -344,7 +344,7 @@ async def test_an_endpoint_that_is_late_is_the_infrastructures_fault() -> None:
     assert fake.num_in_flight == 0
 
 
-async def test_a_tool_that_the_infrastructure_fails_gives_no_reward() -> None:
+async def test_tool_that_the_infrastructure_fails_gives_no_reward() -> None:
     async def ask() -> str:
         """Ask another agent."""
         raise InfrastructureFailed("gone")
@@ -356,7 +356,7 @@ async def test_a_tool_that_the_infrastructure_fails_gives_no_reward() -> None:
     assert episode.reward.reason == "infrastructure: ask: gone"
 
 
-async def test_a_script_that_raises_is_the_environments_fault() -> None:
+async def test_script_that_raises_is_the_environments_fault() -> None:
     def broken(messages: list[Message]) -> str:
         raise KeyError("board")
 
@@ -364,7 +364,7 @@ async def test_a_script_that_raises_is_the_environments_fault() -> None:
         await run(played_by(broken)[0])
 
 
-async def test_a_conversation_that_its_environment_stops_is_recorded() -> None:
+async def test_conversation_that_its_environment_stops_is_recorded() -> None:
     @agentloop.environment
     async def race(task: Any, agent: Agent) -> float:
         opponent = agent.other("opponent", player=endpoint(fake))
@@ -417,11 +417,13 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
             )
             group = await rollouts.run(GroupRequest(task, "1", 2, Budget(), 0, Purpose.TRAIN))
     assert group.figures.has_signal
-    assert [one.num_tokens for one in group.figures.rollouts] == [1, 1]
-    assert [one.num_turns for one in group.figures.rollouts] == [1, 1]
+    assert [single.num_tokens for single in group.figures.rollouts] == [1, 1]
+    assert [single.num_turns for single in group.figures.rollouts] == [1, 1]
     folder = RunFolder(path / "run", "")
     written, _ = folder.add_group(1, [{"group": 1, **row.to_dict()} for row in group.rows])
-    opponents = [one for one in events if getattr(one, "rollout_id", "").endswith("+opponent")]
+    opponents = [
+        single for single in events if getattr(single, "rollout_id", "").endswith("+opponent")
+    ]
     return folder.read_group(written), opponents
 
 
@@ -431,16 +433,16 @@ async def test_only_the_agents_own_conversations_are_trained_on(tmp_path: Path) 
         ("", False),
         ("opponent", True),
     ] * 2
-    records = [one.record for one in events if isinstance(one, RolloutStarted)]
+    records = [single.record for single in events if isinstance(single, RolloutStarted)]
     opponents = [row["trajectory"] for row in rows if row["agent"]]
-    assert [Trajectory.from_dict(one) for one in opponents] == records
+    assert [Trajectory.from_dict(single) for single in opponents] == records
     assert not any(record.num_sampled_tokens for record in records)
     # A rollout counts once, though it has a row for each conversation.
-    left = filter_solved([tmp_path / "tasks.jsonl"], [tmp_path / "run"], solved=2, rollouts=2)
-    assert (len(left.tasks), left.num_too_few) == (1, 0)
+    remaining = filter_solved([tmp_path / "tasks.jsonl"], [tmp_path / "run"], solved=2, rollouts=2)
+    assert (len(remaining.tasks), remaining.num_too_few) == (1, 0)
 
 
-async def test_a_players_conversation_is_observed_like_any_other(tmp_path: Path) -> None:
+async def test_players_conversation_is_observed_like_any_other(tmp_path: Path) -> None:
     _, events = await trained_on(tmp_path)
     board, timeline, stalls = Board(), Timeline(), Stalls()
     metrics = Metrics(list, lambda: 0)
@@ -448,26 +450,32 @@ async def test_a_players_conversation_is_observed_like_any_other(tmp_path: Path)
         for reader in (board, timeline, stalls, metrics):
             reader.on_event(event)
         if isinstance(event, TurnPlaced):
-            assert [one.what for one in stalls.waits()] == [f"the first token from {event.server}"]
+            assert [single.what for single in stalls.waits()] == [
+                f"the first token from {event.server}"
+            ]
     assert stalls.waits() == []
     assert board.num_in_flight == 0
     rows = [(row.state, row.stop, row.turn, row.calls, row.tokens) for row in board.rows.values()]
     assert rows == [("done", "answered", 3, 1, 21)] * 2  # by its own count
-    assert {what for what, _, _ in timeline.spans} >= {Activity.MODEL, Activity.TOOLS}
-    seen = metrics.render().decode().splitlines()
-    assert "agentloop_rollouts_in_flight 0.0" in seen
-    assert 'agentloop_rollouts_total{stop_reason="answered"} 2.0' in seen
-    assert "agentloop_rollout_tokens_count 0.0" in seen  # not those of the trained model
+    assert {kind for kind, _, _ in timeline.spans} >= {Activity.MODEL, Activity.TOOLS}
+    observed = metrics.render().decode().splitlines()
+    assert "agentloop_rollouts_in_flight 0.0" in observed
+    assert 'agentloop_rollouts_total{stop_reason="answered"} 2.0' in observed
+    assert "agentloop_rollout_tokens_count 0.0" in observed  # not those of the trained model
 
 
-async def test_the_page_shows_messages_and_calls_without_ids(tmp_path: Path) -> None:
+async def test_page_shows_messages_and_calls_without_ids(tmp_path: Path) -> None:
     _, events = await trained_on(tmp_path)
-    record = next(one.record for one in events if isinstance(one, RolloutStarted))
-    told = RecordReader(record, chat_format()).whole()
-    assert told["prompt"] == "user: Double 4."
-    first, second, third = told["turns"]
+    record = next(single.record for single in events if isinstance(single, RolloutStarted))
+    reported = RecordReader(record, chat_format()).whole()
+    assert reported["prompt"] == "user: Double 4."
+    first, second, third = reported["turns"]
     assert first["pieces"] == ["So", '{"number": 4}']
-    assert [(one["start"], one["end"]) for one in first["calls"]] == [(1, 2)]
-    assert [one["content"] for one in first["results"]] == ["8"]
-    assert [one["observation"] for one in (first, second, third)] == ["tool: 8", "user: Sure?", ""]
-    assert [one["pieces"] for one in (second, third)] == [["8."], ["Yes."]]
+    assert [(single["start"], single["end"]) for single in first["calls"]] == [(1, 2)]
+    assert [single["content"] for single in first["results"]] == ["8"]
+    assert [single["observation"] for single in (first, second, third)] == [
+        "tool: 8",
+        "user: Sure?",
+        "",
+    ]
+    assert [single["pieces"] for single in (second, third)] == [["8."], ["Yes."]]

@@ -42,20 +42,20 @@ def settings_of(*overrides: str) -> TrainSettings:
     return load_settings(TrainSettings, [], overrides)
 
 
-def test_a_command_line_is_a_setting(tmp_path: Path) -> None:
-    found = settings_of('agent=python3 main.py --name "a b"', f"agent.folder={tmp_path}")
-    assert found.agent.command == ("python3", "main.py", "--name", "a b")
-    environment = load(found.environment)
+def test_command_line_is_a_setting(tmp_path: Path) -> None:
+    result = settings_of('agent=python3 main.py --name "a b"', f"agent.folder={tmp_path}")
+    assert result.agent.command == ("python3", "main.py", "--name", "a b")
+    environment = load(result.environment)
     assert environment is not None
-    assert environment.arguments == {"settings": found.agent}
+    assert environment.arguments == {"settings": result.agent}
     file = tmp_path / "config.toml"
-    file.write_text(to_toml(found))
-    assert load_settings(TrainSettings, [file]).agent == found.agent
+    file.write_text(to_toml(result))
+    assert load_settings(TrainSettings, [file]).agent == result.agent
 
 
-def test_a_variable_may_look_like_a_number() -> None:
-    found = settings_of("agent=x", "agent.env.LEVEL=1", "agent.env.NAME=a").agent
-    assert found.env == {"LEVEL": "1", "NAME": "a"}
+def test_variable_may_look_like_a_number() -> None:
+    result = settings_of("agent=x", "agent.env.LEVEL=1", "agent.env.NAME=a").agent
+    assert result.env == {"LEVEL": "1", "NAME": "a"}
     with pytest.raises(SettingsError, match=r"agent\.env\.ON: Input should be a valid string"):
         settings_of("agent=x", "agent.env.ON=true")
 
@@ -120,7 +120,7 @@ async def job_of(task: Task, settings: ProgramSettings = SETTINGS) -> tuple[Prog
     return pool.jobs[0]
 
 
-async def test_a_program_is_told_its_task_and_not_the_answer() -> None:
+async def test_program_is_told_its_task_and_not_the_answer() -> None:
     job, timeout_s = await job_of(TASK, ProgramSettings(command=("agent",), env={"MORE": "1"}))
     assert json.loads(job.stdin) == {
         "id": "t",
@@ -146,7 +146,7 @@ async def test_fields_of_the_task_are_told_by_name() -> None:
         await job_of(TASK, ProgramSettings(command=("agent",), task_fields=("rep",)))
 
 
-async def test_a_conversation_is_told_whole_and_by_its_last_question() -> None:
+async def test_conversation_is_told_whole_and_by_its_last_question() -> None:
     messages: list[Message] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
@@ -156,15 +156,15 @@ async def test_a_conversation_is_told_whole_and_by_its_last_question() -> None:
     assert job.env["AGENTLOOP_TASK"] == "Why?"
 
 
-async def test_a_task_that_is_too_long_for_a_variable_is_on_standard_input_only() -> None:
+async def test_task_that_is_too_long_for_a_variable_is_on_standard_input_only() -> None:
     job, _ = await job_of(replace(TASK, prompt="x" * 200_000))
     assert "AGENTLOOP_TASK" not in job.env
     assert len(json.loads(job.stdin)["prompt"]) == 200_000
 
 
-async def test_the_shorter_limit_of_time_holds() -> None:
-    for own, expected in ((7.0, 7.0), (700.0, 100.0)):
-        _, timeout_s = await job_of(TASK, ProgramSettings(command=("agent",), timeout_s=own))
+async def test_shorter_limit_of_time_holds() -> None:
+    for local, expected in ((7.0, 7.0), (700.0, 100.0)):
+        _, timeout_s = await job_of(TASK, ProgramSettings(command=("agent",), timeout_s=local))
         assert timeout_s == expected
 
 
@@ -173,9 +173,9 @@ async def test_the_shorter_limit_of_time_holds() -> None:
 
 async def answered(end: ProgramEnd, *conversations: Trajectory) -> Trajectory:
     agent = agent_of(FakePool(end), *(conversations or [conversation()]))
-    found = await program.function(TASK, agent, settings=SETTINGS)
-    assert isinstance(found, Trajectory)
-    return found
+    result = await program.function(TASK, agent, settings=SETTINGS)
+    assert isinstance(result, Trajectory)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ async def answered(end: ProgramEnd, *conversations: Trajectory) -> Trajectory:
 )
 @pytest.mark.full
 async def test_output_of_a_program_is_graded(stdout: str, value: float, answer: str) -> None:
-    found = await answered(ProgramEnd(CallStatus.OK, 0, stdout, "", 1.0))
+    result = await answered(ProgramEnd(CallStatus.OK, 0, stdout, "", 1.0))
     async with Grader() as grader:
-        reward = await grader.score(found, TASK)
+        reward = await grader.score(result, TASK)
     assert (reward.value, reward.answer) == (value, answer)
 
 
@@ -205,7 +205,7 @@ async def test_output_of_a_program_is_graded(stdout: str, value: float, answer: 
         ProgramEnd(CallStatus.OUTPUT_LIMIT, None, "\n", "", 1.0),
     ],
 )
-async def test_a_failure_after_an_answer_is_a_wrong_answer(end: ProgramEnd) -> None:
+async def test_failure_after_an_answer_is_a_wrong_answer(end: ProgramEnd) -> None:
     """Also if the last message of the model were right: the program has not given it."""
     async with Grader() as grader:
         reward = await grader.score(await answered(end, conversation("\\boxed{42}")), TASK)
@@ -214,18 +214,18 @@ async def test_a_failure_after_an_answer_is_a_wrong_answer(end: ProgramEnd) -> N
         assert reward.value == 1.0
 
 
-async def test_the_last_message_counts_if_nothing_is_printed() -> None:
+async def test_last_message_counts_if_nothing_is_printed() -> None:
     last = conversation("\\boxed{42}", elapsed_s=1.0)
-    found = await answered(ProgramEnd(CallStatus.OK, 0, "\n", "", 1.0), conversation(), last)
-    assert found is last
+    result = await answered(ProgramEnd(CallStatus.OK, 0, "\n", "", 1.0), conversation(), last)
+    assert result is last
 
 
-async def test_the_record_is_not_changed() -> None:
+async def test_record_is_not_changed() -> None:
     record = conversation()
-    found = await answered(ProgramEnd(CallStatus.OK, 0, "42", "", 1.0), record)
-    assert found is not record
+    result = await answered(ProgramEnd(CallStatus.OK, 0, "42", "", 1.0), record)
+    assert result is not record
     assert record == conversation()
-    assert found.ids == record.ids
+    assert result.ids == record.ids
 
 
 # -- who is to blame --------------------------------------------------------------------------
@@ -257,7 +257,7 @@ async def test_without_an_answer_of_the_model_it_is_the_users_mistake(
         await failing(end)
 
 
-async def test_an_engine_that_fails_is_infrastructure() -> None:
+async def test_engine_that_fails_is_infrastructure() -> None:
     agent = agent_of(FakePool(SandboxUnavailable("the engine is gone")))
     with pytest.raises(InfrastructureFailed, match="the engine is gone"):
         await program.function(TASK, agent, settings=SETTINGS)
@@ -275,8 +275,8 @@ async def test_time_spent_waiting_for_a_server_is_not_the_programs(has_answered:
         await program.function(TASK, agent, settings=SETTINGS)
     agent.queued_s = 40.0
     if has_answered:
-        found = await program.function(TASK, agent, settings=SETTINGS)
-        assert found.text == "<answer>42</answer>"
+        result = await program.function(TASK, agent, settings=SETTINGS)
+        assert result.text == "<answer>42</answer>"
     else:
         with pytest.raises(SettingsError, match="ran out of time"):
             await program.function(TASK, agent, settings=SETTINGS)
@@ -285,12 +285,12 @@ async def test_time_spent_waiting_for_a_server_is_not_the_programs(has_answered:
 async def test_time_in_which_the_model_samples_is_the_rollouts_own() -> None:
     agent = agent_of(FakePool(TIMED_OUT))
     agent.in_flight = [conversation("and so on, and")]
-    found = await program.function(TASK, agent, settings=SETTINGS)
-    assert found.text == "<answer>42</answer>"
-    assert found.id == agent.trajectories[0].id
+    result = await program.function(TASK, agent, settings=SETTINGS)
+    assert result.text == "<answer>42</answer>"
+    assert result.id == agent.trajectories[0].id
 
 
-async def test_a_model_that_says_nothing_until_the_time_is_over_is_infrastructure() -> None:
+async def test_model_that_says_nothing_until_the_time_is_over_is_infrastructure() -> None:
     agent = agent_of(FakePool(TIMED_OUT))
     agent.in_flight = [None]
     with pytest.raises(InfrastructureFailed, match="before the model had begun"):
@@ -302,21 +302,21 @@ async def test_a_model_that_says_nothing_until_the_time_is_over_is_infrastructur
         await program.function(TASK, agent, settings=SETTINGS)
 
 
-async def test_a_program_that_ends_leaves_its_other_requests_unrecorded() -> None:
+async def test_program_that_ends_leaves_its_other_requests_unrecorded() -> None:
     agent = agent_of(FakePool(), conversation())
     agent.in_flight = [conversation("a sub-agent's")]
     await program.function(TASK, agent, settings=SETTINGS)
     assert len(agent.trajectories) == 1
 
 
-async def test_the_conversation_that_ended_last_is_the_one_that_counts() -> None:
+async def test_conversation_that_ended_last_is_the_one_that_counts() -> None:
     main = conversation("\\boxed{42}", created_unix_s=1.0, elapsed_s=9.0)
     helper = conversation("sub-task done", created_unix_s=5.0, elapsed_s=1.0)
-    found = await answered(ProgramEnd(CallStatus.OK, 0, "", "", 10.0), main, helper)
-    assert found is main
+    result = await answered(ProgramEnd(CallStatus.OK, 0, "", "", 10.0), main, helper)
+    assert result is main
 
 
-async def test_a_conversation_that_infrastructure_broke_is_not_graded() -> None:
+async def test_conversation_that_infrastructure_broke_is_not_graded() -> None:
     broken = conversation()
     broken.stop_reason = StopReason.INFRASTRUCTURE
     assert await answered(ProgramEnd(CallStatus.OK, 0, "42", "", 1.0), broken) is broken
@@ -340,16 +340,16 @@ def python(code: str, **more: Any) -> ProgramSettings:
     return ProgramSettings(command=("python3", "-c", code), **more)
 
 
-async def test_a_local_process_asks_over_tcp() -> None:
+async def test_local_process_asks_over_tcp() -> None:
     async with model_session(local_pool(trusted=True)) as agent:
         code = f"{ASK}\nprint(answer, end='')"
-        found = await program.function(TASK, agent, settings=python(code))
-    assert found.text == "<answer>42</answer>"
+        result = await program.function(TASK, agent, settings=python(code))
+    assert result.text == "<answer>42</answer>"
     assert agent.asked[0]["messages"][0]["content"] == TASK.prompt
 
 
 @pytest.mark.full
-async def test_a_local_process_is_killed_with_its_children(tmp_path: Path) -> None:
+async def test_local_process_is_killed_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""{ASK}
 import subprocess, time
@@ -359,8 +359,8 @@ print(answer, flush=True)
 time.sleep(600)
 """
     async with model_session(local_pool(trusted=True), timeout_s=5) as agent:
-        found = await program.function(TASK, agent, settings=python(code))
-    assert found.text == "<answer>42</answer>"
+        result = await program.function(TASK, agent, settings=python(code))
+    assert result.text == "<answer>42</answer>"
     running = os.listdir("/proc")
     assert [pid for pid in pids.read_text().split() if pid in running] == []
 
@@ -374,19 +374,19 @@ time.sleep(600)
         (("yes",), "max_output_kib"),
     ],
 )
-async def test_a_local_process_that_never_asks(command: tuple[str, ...], said: str) -> None:
+async def test_local_process_that_never_asks(command: tuple[str, ...], said: str) -> None:
     agent = agent_of(local_pool(trusted=True))
     settings = ProgramSettings(command=command, max_output_kib=100)
     with pytest.raises(SettingsError, match=said):
         await program.function(TASK, agent, settings=settings)
 
 
-async def test_the_key_of_the_session_is_in_no_error_and_no_answer() -> None:
-    said = "POST http://127.0.0.1:8377/v1/sessions/secret/v1/messages"
-    failed = FakePool(ProgramEnd(CallStatus.ERROR, 1, "", said, 2.0))
-    with pytest.raises(SettingsError, match=r"sessions/\[key\]/v1/messages") as found:
+async def test_key_of_the_session_is_in_no_error_and_no_answer() -> None:
+    stated = "POST http://127.0.0.1:8377/v1/sessions/secret/v1/messages"
+    failed = FakePool(ProgramEnd(CallStatus.ERROR, 1, "", stated, 2.0))
+    with pytest.raises(SettingsError, match=r"sessions/\[key\]/v1/messages") as result:
         await program.function(TASK, agent_of(failed), settings=SETTINGS)
-    assert "secret" not in str(found.value)
-    printed = FakePool(ProgramEnd(CallStatus.OK, 0, said, "", 2.0))
+    assert "secret" not in str(result.value)
+    printed = FakePool(ProgramEnd(CallStatus.OK, 0, stated, "", 2.0))
     record = await program.function(TASK, agent_of(printed, conversation()), settings=SETTINGS)
     assert "secret" not in record.text + record.answer

@@ -101,18 +101,27 @@ class Engine:
 
     async def generate(self, generation: Generation, *, on_chunk: Any, **_: Any) -> None:
         assert self.num_open  # the group was admitted
-        one = generation
-        turns = self.asked.setdefault(one.key, [])
-        kind = self.kinds[int(one.key.rpartition(".")[2])]
+        first = generation
+        turns = self.asked.setdefault(first.key, [])
+        kind = self.kinds[int(first.key.rpartition(".")[2])]
         text = SCRIPTS[kind][len(turns)]
-        most = one.max_new_tokens
-        turns.append((list(one.ids), one.sampling, most, one.stop_ids, one.group, one.num_shared))
+        maximum = first.max_new_tokens
+        turns.append(
+            (
+                list(first.ids),
+                first.sampling,
+                maximum,
+                first.stop_ids,
+                first.group,
+                first.num_shared,
+            )
+        )
         if not text:
             raise ServerUnavailable("gone")
         ids = written(CHAT, text + END)
-        end = TurnEnd.STOP if len(ids) <= most else TurnEnd.LENGTH
+        end = TurnEnd.STOP if len(ids) <= maximum else TurnEnd.LENGTH
         version = "2" if kind == "old" else "3"
-        for chunk in chunks(ids[:most], [1] * (most > 1), end=end, version=version):
+        for chunk in chunks(ids[:maximum], [1] * (maximum > 1), end=end, version=version):
             on_chunk(chunk)
             await anyio.lowlevel.checkpoint()
 
@@ -160,7 +169,7 @@ def stable(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a record without its times and random names."""
     record = json.loads(json.dumps(row))
     turns = record["trajectory"]["turns"]
-    timed = [record["trajectory"], *turns, *(one for turn in turns for one in turn["results"])]
+    timed = [record["trajectory"], *turns, *(first for turn in turns for first in turn["results"])]
     for each in timed:
         for name in [name for name in each if name.endswith("_s")]:
             del each[name]
@@ -191,7 +200,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainSettings, Tr
     return paper.model_copy(update={"env": env}), paper.model_copy(update=built_in)
 
 
-def test_a_copy_of_its_file_is_an_environment(
+def test_copy_of_its_file_is_an_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = ROOT / "examples/python_math.py"
@@ -209,7 +218,7 @@ def test_a_copy_of_its_file_is_an_environment(
     max_tokens=st.integers(1, 700),
 )
 @settings(deadline=None, max_examples=25)
-def test_the_environment_is_the_built_in_agent_with_the_papers_prompt(
+def test_environment_is_the_built_in_agent_with_the_papers_prompt(
     recipes: tuple[TrainSettings, TrainSettings],
     kinds: list[str],
     max_turns: int,
@@ -229,13 +238,13 @@ async def test_each_kind_of_end_has_its_reward_and_its_reason(
 ) -> None:
     budget = Budget(max_turns=3, max_response_tokens=400)
     engine, rows = await rolled_out(recipes[0], [*SCRIPTS], budget)
-    found = {
+    actual = {
         kind: (row["reward"], row["reason"], row["trajectory"]["stop_reason"])
         for kind, row in zip(SCRIPTS, rows, strict=True)
     }
     right = (1.0, "matches the reference answer", StopReason.ANSWERED)
     nothing = "it gives no answer"
-    assert found == {
+    assert actual == {
         **dict.fromkeys(["right", "calls", "calls two", "malformed", "unknown tool"], right),
         "wrong": (0.0, "is a different number than the reference answer", StopReason.ANSWERED),
         "silent": (0.0, nothing, StopReason.ANSWERED),
@@ -253,7 +262,7 @@ async def test_each_kind_of_end_has_its_reward_and_its_reason(
     assert "jupyter_code" not in prompt
 
 
-def test_the_recipe_holds_out_the_same_problems(
+def test_recipe_holds_out_the_same_problems(
     recipes: tuple[TrainSettings, TrainSettings],
 ) -> None:
     sources = [open_tasks(recipe.tasks, load(recipe.env)) for recipe in recipes]
@@ -276,27 +285,27 @@ class Asked:
 
 
 async def test_prompt_and_tools_are_arguments() -> None:
-    asked = Asked()
+    requests = Asked()
     changed = python_math.with_arguments(
         {"system": "", "template": "Q: {problem}", "tools": ["jupyter_code"]}
     )
     task = {"prompt": "6 x 7?", "answer": "42"}
-    played = await agentloop.play(changed, task, asked, pool=cast(Pool, Programs()))
-    assert asked.messages == [{"role": "user", "content": "Q: 6 x 7?"}]
-    assert [one["function"]["name"] for one in played.dialogues[0]["tools"]] == ["jupyter_code"]
+    played = await agentloop.play(changed, task, requests, pool=cast(Pool, Programs()))
+    assert requests.messages == [{"role": "user", "content": "Q: 6 x 7?"}]
+    assert [first["function"]["name"] for first in played.dialogues[0]["tools"]] == ["jupyter_code"]
     assert (played.reward.value, played.reward.answer) == (1.0, "42")
 
 
-async def test_a_problem_that_is_a_conversation_is_asked_as_it_stands() -> None:
-    asked = Asked()
+async def test_problem_that_is_a_conversation_is_asked_as_it_stands() -> None:
+    requests = Asked()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 7?"}]
     task = Task("t", messages, "42")
-    played = await agentloop.play(python_math, task, asked, pool=cast(Pool, Programs()))
-    assert asked.messages == messages
+    played = await agentloop.play(python_math, task, requests, pool=cast(Pool, Programs()))
+    assert requests.messages == messages
     assert played.reward.value == 1.0
 
 
-async def test_a_script_may_call_its_tool() -> None:
+async def test_script_may_call_its_tool() -> None:
     def script(messages: list[agentloop.Message]) -> agentloop.Message | str:
         if messages[-1]["role"] == "user":
             return agentloop.call(TOOL, code="print(6 * 7)")
@@ -324,7 +333,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], problem: str) -> None:
 
 
 def test_python_math_is_registered() -> None:
-    ours = [one for one in registered() if one.package.startswith("agentloop-rl ")]
+    ours = [first for first in registered() if first.package.startswith("agentloop-rl ")]
     # An installation in place that is older than this needs: pip install -e . --no-deps
-    assert {one.name: one.target for one in ours} == REGISTERED
+    assert {first.name: first.target for first in ours} == REGISTERED
     assert load(EnvSettings(name="python-math")) == python_math.with_arguments({})

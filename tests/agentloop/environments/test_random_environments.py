@@ -115,16 +115,16 @@ async def swallows_everything(agent: Agent, random: Random) -> None:
 
 @act
 async def plays_against_another(agent: Agent, random: Random) -> None:
-    other = agent.other(random.choice(["black", "white"]))
-    await other.run("your turn?")
+    second = agent.other(random.choice(["black", "white"]))
+    await second.run("your turn?")
     rewards: list[Any] = [None, 1, True, Fraction(1, 3), np.float32(0.5), math.nan, 1e200]
-    other.reward = random.choice(rewards)
+    second.reward = random.choice(rewards)
 
 
 @act
 async def rewards_turns(agent: Agent, random: Random) -> None:
-    found = await agent.run("and?")
-    for turn in found.turns:
+    result = await agent.run("and?")
+    for turn in result.turns:
         turn.reward = random.choice([None, 1, -0.5, math.inf, 1e300])
         if random.random() < 0.3:
             turn.token_rewards = [random.choice([0.0, 1.0, 1e39]) for _ in turn.output_ids]
@@ -261,5 +261,5 @@ async def test_every_rollout_has_a_reward_or_names_who_failed(seed: int) -> None
     assert counts["no reward"] + counts["refused"]
 
 
-async def test_a_few_random_environments_end_well() -> None:
+async def test_few_random_environments_end_well() -> None:
     await check_groups(100)

@@ -47,28 +47,28 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_name_without_a_colon_is_looked_up(site: Path) -> None:
-    found = load(EnvSettings(name="my-game", args={"level": "3"}))
-    assert isinstance(found, Environment)
-    assert (found.name, found.arguments) == ("play", {"level": 3})
+def test_name_without_a_colon_is_looked_up(site: Path) -> None:
+    result = load(EnvSettings(name="my-game", args={"level": "3"}))
+    assert isinstance(result, Environment)
+    assert (result.name, result.arguments) == ("play", {"level": 3})
     inner = load(EnvSettings(name="my-gate"))
     assert isinstance(inner, Environment)
     assert inner.name == "inner"
-    listed = [one for one in registered() if one.package == "first 1.0"]
-    assert [(one.name, one.target) for one in listed] == [
+    listed = [first for first in registered() if first.package == "first 1.0"]
+    assert [(first.name, first.target) for first in listed] == [
         ("my-game", "registered_here:play"),
         ("my-gate", "registered_here:Box.inner"),
     ]
 
 
-def test_an_unknown_name_is_refused_with_similar_ones(site: Path) -> None:
+def test_unknown_name_is_refused_with_similar_ones(site: Path) -> None:
     with pytest.raises(SettingsError, match=r"'my-gme' \(did you mean 'my-game'"):
         load(EnvSettings(name="my-gme"))
     with pytest.raises(SettingsError, match=r"'zzz' \(installed are: .*my-game, my-gate"):
         load(EnvSettings(name="zzz"))
 
 
-def test_a_name_that_two_packages_register_is_refused(site: Path) -> None:
+def test_name_that_two_packages_register_is_refused(site: Path) -> None:
     install(site, "second", my_game="registered_here:Box.inner")
     with pytest.raises(SettingsError, match=r"first 1.0 .* and second 1.0 .* both register"):
         load(EnvSettings(name="my-game"))
@@ -76,7 +76,7 @@ def test_a_name_that_two_packages_register_is_refused(site: Path) -> None:
     assert load(EnvSettings(name="my-gate")) is not None
 
 
-def test_a_registered_environment_that_cannot_be_imported_is_named(site: Path) -> None:
+def test_registered_environment_that_cannot_be_imported_is_named(site: Path) -> None:
     install(site, "broken", gone="registered_here:gone", lost="no_such_module:play")
     with pytest.raises(SettingsError, match="registered_here has no 'gone'"):
         load(EnvSettings(name="gone"))

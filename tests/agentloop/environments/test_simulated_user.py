@@ -25,7 +25,7 @@ class Script:
         return self.lines.pop(0)
 
 
-async def test_the_agents_words_are_the_users_for_the_model_that_plays_one() -> None:
+async def test_agents_words_are_the_users_for_the_model_that_plays_one() -> None:
     script = Script("I need a seat. ", "By the window.", "###DONE###")
     user = SimulatedUser(script, "You want a {seat}.")
     assert await user.begin() == "I need a seat."
@@ -33,17 +33,17 @@ async def test_the_agents_words_are_the_users_for_the_model_that_plays_one() -> 
     assert await user("Done.") is None
     assert user.has_left
     assert await user("Anything else?") is None
-    assert [one["role"] for one in script.asked[-1]] == [
+    assert [first["role"] for first in script.asked[-1]] == [
         "system", "user", "assistant", "user", "assistant", "user",
     ]  # fmt: skip
     assert "You want a {seat}." in script.asked[0][0]["content"]
-    assert [one["content"] for one in script.asked[-1][2:]] == [
+    assert [first["content"] for first in script.asked[-1][2:]] == [
         "I need a seat.", "Which one?", "By the window.", "Done.",
     ]  # fmt: skip
     assert user.num_turns == 2
 
 
-async def test_a_conversation_ends_after_so_many_messages_of_the_user() -> None:
+async def test_conversation_ends_after_so_many_messages_of_the_user() -> None:
     script = Script("one", "two", "three")
     user = SimulatedUser(script, "You chat.", max_turns=2)
     assert [await user("a"), await user("b"), await user("c")] == ["one", "two", None]
@@ -51,13 +51,13 @@ async def test_a_conversation_ends_after_so_many_messages_of_the_user() -> None:
     assert script.lines == ["three"]
 
 
-async def test_a_person_may_leave_with_a_last_word() -> None:
+async def test_person_may_leave_with_a_last_word() -> None:
     user = SimulatedUser(Script("Thanks. ###DONE###"), "You chat.")
     assert await user("Here you are.") is None
     assert user.has_left
 
 
-async def test_a_person_who_says_nothing_is_the_infrastructures_fault() -> None:
+async def test_person_who_says_nothing_is_the_infrastructures_fault() -> None:
     with pytest.raises(InfrastructureFailed, match="said nothing"):
         await SimulatedUser(Script(" \n"), "You chat.")("Hello.")
     with pytest.raises(InfrastructureFailed, match="left before saying anything"):

@@ -54,7 +54,7 @@ def test_each_epoch_has_each_task_once(tasks: Any) -> None:
         assert [task.prompt for task in source.distinct] == [row["prompt"] for row in ROWS]
 
 
-def test_the_order_is_kept_without_shuffling() -> None:
+def test_order_is_kept_without_shuffling() -> None:
     source = opened(generated, shuffle=False)
     assert [int(task.answer) for task in islice(source, 8)] == [0, 1, 2, 3, 4, 5, 0, 1]
 
@@ -93,10 +93,10 @@ def test_held_out_tasks_are_evaluated_and_not_trained_on(training: Any, other: A
     assert not {task.answer for task in trained} & {task.answer for task in held_out}
     assert source.find(trained[3].id) == trained[3]
     cursor = source.cursor()
-    rest = list(islice(source, 9))
+    remainder = list(islice(source, 9))
     again = opened(training, other)
     again.go_to(cursor)
-    assert list(islice(again, 9)) == rest
+    assert list(islice(again, 9)) == remainder
     with pytest.raises(DataError, match="they are not those that the run began with"):
         opened(training, ROWS[4:5]).go_to(cursor)
     assert len(opened(training, other, held_out=1).held_out()) == 1
@@ -110,7 +110,7 @@ def test_tasks_that_are_all_held_out_leave_none() -> None:
 split = agentloop.environment(tasks=ROWS, held_out_tasks=ROWS[:2])(nothing)
 
 
-def test_an_evaluation_takes_the_split_for_it() -> None:
+def test_evaluation_takes_the_split_for_it() -> None:
     environment = RunEnvironment("", EnvSettings(name=f"{HERE}:split"), TasksSettings())
     assert [task.answer for task in tasks_of(environment, 0)] == ["0", "1"]
 
@@ -171,14 +171,14 @@ async def test_setup_is_entered_once_for_all_rollouts() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_script_plays_with_what_rollouts_share() -> None:
+async def test_script_plays_with_what_rollouts_share() -> None:
     log.clear()
     played = await agentloop.play(sharing, {}, lambda messages: "Done.")
     assert (played.reward.value, log) == (3.0, ["open", "rollout", "closed"])
 
 
 @pytest.mark.anyio
-async def test_a_setup_that_fails_is_named() -> None:
+async def test_setup_that_fails_is_named() -> None:
     @asynccontextmanager
     async def fails() -> AsyncIterator[int]:
         yield {"a": 1}["b"]
@@ -202,7 +202,7 @@ def test_setup_and_its_parameter_belong_together() -> None:
         agentloop.environment(setup=names)(nothing)
 
 
-def test_the_random_numbers_of_a_generator_are_its_own() -> None:
+def test_random_numbers_of_a_generator_are_its_own() -> None:
     def make_task(rng: Random, top: int) -> dict[str, int]:
         return {"answer": rng.randrange(top)}
 

@@ -98,7 +98,7 @@ async def test_defaults_are_not_sent_and_the_token_limit_has_the_configured_name
 
 
 @pytest.mark.anyio
-async def test_a_conversation_is_sent_unchanged() -> None:
+async def test_conversation_is_sent_unchanged() -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1?"}]
     async with FakeEndpoint().serving() as fake:
         await sampled(fake, task=Task("one", messages, "1"))
@@ -106,7 +106,7 @@ async def test_a_conversation_is_sent_unchanged() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_answer_becomes_a_trajectory() -> None:
+async def test_answer_becomes_a_trajectory() -> None:
     async with FakeEndpoint(deque([said("\\boxed{1}")])).serving() as fake:
         ((sample),) = await sampled(fake)
     assert sample.trajectories[0].text == "\\boxed{1}"
@@ -137,7 +137,7 @@ async def test_transient_errors_are_retried(first: Answer) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_without_an_answer_is_an_infrastructure_failure() -> None:
+async def test_request_without_an_answer_is_an_infrastructure_failure() -> None:
     answer = Answer(503, {"error": {"message": "no server is healthy"}})
     async with FakeEndpoint(deque([answer] * 3)).serving() as fake:
         (sample,) = await sampled(fake, max_tries=3)
@@ -148,7 +148,7 @@ async def test_a_request_without_an_answer_is_an_infrastructure_failure() -> Non
 
 
 @pytest.mark.anyio
-async def test_a_slow_answer_is_an_infrastructure_failure() -> None:
+async def test_slow_answer_is_an_infrastructure_failure() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         (sample,) = await sampled(fake, max_tries=1, timeout_s=0.05)
     assert sample.trajectories[0].stop_reason is StopReason.INFRASTRUCTURE
@@ -156,7 +156,7 @@ async def test_a_slow_answer_is_an_infrastructure_failure() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_unreachable_endpoint_is_named() -> None:
+async def test_unreachable_endpoint_is_named() -> None:
     async with FakeEndpoint().serving() as fake:
         pass
     (sample,) = await sampled(fake, max_tries=2)
@@ -204,7 +204,7 @@ async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_number_of_requests_in_flight_is_bounded() -> None:
+async def test_number_of_requests_in_flight_is_bounded() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
         opened = EndpointSampler.open(settings, Sampling())
@@ -222,7 +222,7 @@ async def test_the_number_of_requests_in_flight_is_bounded() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_only_model_need_not_be_named() -> None:
+async def test_only_model_need_not_be_named() -> None:
     async with FakeEndpoint(models=["sole"]).serving() as fake:
         await sampled(fake, model="")
         assert fake.requests[0]["model"] == "sole"
@@ -249,7 +249,7 @@ async def test_the_only_model_need_not_be_named() -> None:
         ({"finish_reason": "length", "stop_reason": "turn_budget"}, StopReason.TURN_BUDGET),
     ],
 )
-def test_the_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopReason) -> None:
+def test_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopReason) -> None:
     body = {"choices": [{"message": {"content": "x"}, **choice}]}
     completion = parse_completion(json.dumps(body).encode())
     assert completion.stop_reason is stop_reason
@@ -320,7 +320,7 @@ def test_tool_calls_have_an_id_and_their_arguments_as_json_text() -> None:
     ]
 
 
-def test_a_lone_surrogate_does_not_invalidate_an_answer() -> None:
+def test_lone_surrogate_does_not_invalidate_an_answer() -> None:
     """A model may well produce one, byte by byte."""
     body = {"choices": [{"message": {"content": "\ud83d 4", "reasoning": "\udc00"}}], "n": 2**80}
     assert parse_completion(json.dumps(body).encode()).text == "<think>?</think>\n? 4"
@@ -336,7 +336,7 @@ def test_a_lone_surrogate_does_not_invalidate_an_answer() -> None:
         (b'{"choices": [{"message": {"content": 3}}]}', "choices.0.message.content"),
     ],
 )
-def test_an_invalid_completion_is_rejected_by_field(body: bytes, named: str) -> None:
+def test_invalid_completion_is_rejected_by_field(body: bytes, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         parse_completion(body)
 
@@ -381,5 +381,5 @@ def test_bad_settings_are_named(fields: dict[str, Any], message: str) -> None:
         EndpointSettings(**fields)
 
 
-def test_a_trailing_slash_of_the_url_is_ignored() -> None:
+def test_trailing_slash_of_the_url_is_ignored() -> None:
     assert EndpointSettings(url="http://a:1/v1/").url == "http://a:1/v1"

@@ -75,7 +75,7 @@ def test_avg_at_k_is_the_mean_over_tasks_however_many_samples_each_has(
 
 @ANY_TIME
 @given(TASKS, st.floats(0.01, 0.99))
-def test_an_interval_is_within_0_and_1_and_contains_the_estimate(
+def test_interval_is_within_0_and_1_and_contains_the_estimate(
     rewards: list[list[float]], confidence: float
 ) -> None:
     for estimate in (avg_at_k(rewards, confidence), pass_at_k(rewards, 1, confidence)):
@@ -86,7 +86,7 @@ def test_an_interval_is_within_0_and_1_and_contains_the_estimate(
 
 @ANY_TIME
 @given(TASKS)
-def test_an_interval_widens_with_its_confidence(rewards: list[list[float]]) -> None:
+def test_interval_widens_with_its_confidence(rewards: list[list[float]]) -> None:
     narrow, wide = avg_at_k(rewards, 0.8), avg_at_k(rewards, 0.99)
     assert narrow is not None
     assert wide is not None
@@ -96,7 +96,7 @@ def test_an_interval_widens_with_its_confidence(rewards: list[list[float]]) -> N
 
 @ANY_TIME
 @given(TASKS)
-def test_the_interval_is_symmetric_in_correct_and_wrong(rewards: list[list[float]]) -> None:
+def test_interval_is_symmetric_in_correct_and_wrong(rewards: list[list[float]]) -> None:
     estimate = avg_at_k(rewards)
     mirrored = avg_at_k([[1 - reward for reward in task_rewards] for task_rewards in rewards])
     assert estimate is not None
@@ -144,7 +144,7 @@ def test_thirty_solved_tasks_do_not_prove_that_all_are_solved() -> None:
     assert estimate.low == pytest.approx(1 / (1 + student_t(29, 0.95) ** 2 / 30))
 
 
-def test_the_interval_of_a_single_task_is_from_0_to_1() -> None:
+def test_interval_of_a_single_task_is_from_0_to_1() -> None:
     assert avg_at_k([[1.0, 1.0, 0.0]]) == Estimate(2 / 3, 0, 1, 1)
 
 
@@ -174,7 +174,7 @@ FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 @ANY_TIME
 @given(st.lists(FEW, min_size=1, max_size=2))
 @pytest.mark.full
-def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
+def test_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
     """Over all ways to redraw each task's samples with replacement, the mean of the square is the
     variance of the mean."""
     draws = [

@@ -181,7 +181,7 @@ async def test_good_samples_are_kept_if_the_environment_fails_on_each_repetition
     assert [row["reward"] for row in rows(tmp_path / "run", 1)] == [None, 1, 1, 1]
 
 
-async def test_a_resumed_run_samples_only_what_is_missing(tmp_path: Path) -> None:
+async def test_resumed_run_samples_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(right=9, broken=1), settings(retries=0))
     before = rows(path, 2)
@@ -206,7 +206,7 @@ async def test_more_samples_are_added_to_existing_ones(tmp_path: Path) -> None:
     assert [outcome.rewards for outcome in outcomes] == [[1, 0, 1, 1, 1, 1]] * 4
 
 
-async def test_a_stopped_run_keeps_complete_tasks(tmp_path: Path) -> None:
+async def test_stopped_run_keeps_complete_tasks(tmp_path: Path) -> None:
     path = tmp_path / "run"
     player = Player()
     player.hangs = lambda task: task.id in ("task-1", "task-3")
@@ -222,7 +222,7 @@ async def test_a_stopped_run_keeps_complete_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_lines", [0, 1, 3])
-async def test_a_file_without_an_outcome_line_still_counts(tmp_path: Path, num_lines: int) -> None:
+async def test_file_without_an_outcome_line_still_counts(tmp_path: Path, num_lines: int) -> None:
     path = tmp_path / "run"
     before = [(outcome.number, outcome.rollouts) for outcome in await run(path, Player(right=2))]
     for name in ("outcomes.jsonl", "metrics.jsonl"):
@@ -234,7 +234,7 @@ async def test_a_file_without_an_outcome_line_still_counts(tmp_path: Path, num_l
     assert [(outcome.number, outcome.rollouts) for outcome in again] == before
 
 
-async def test_a_task_without_its_file_is_sampled_again(tmp_path: Path) -> None:
+async def test_task_without_its_file_is_sampled_again(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player())
     (path / "trajectories" / "group-0000003.jsonl").unlink()
@@ -253,7 +253,7 @@ async def test_tasks_added_later_get_new_numbers(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+async def test_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), settings(num_samples=2))
     (path / "trajectories" / "group-0000002.jsonl").write_text("{half")
@@ -261,7 +261,7 @@ async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         await run(path, Player())
 
 
-async def test_a_task_that_cannot_be_sampled_is_reported_and_the_others_continue(
+async def test_task_that_cannot_be_sampled_is_reported_and_the_others_continue(
     tmp_path: Path,
 ) -> None:
     outcomes = await run(tmp_path / "run", Player(refuses=["task-2"]))
@@ -272,7 +272,7 @@ async def test_a_task_that_cannot_be_sampled_is_reported_and_the_others_continue
     assert sum(len(outcome.rewards) for outcome in outcomes) == 12
 
 
-async def test_an_evaluation_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
+async def test_evaluation_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
     player = Player(refuses=[task.id for task in TASKS])
     with pytest.raises(RequestError, match=r"no task could be sampled \(4 refused\): .*too long"):
         await run(tmp_path / "run", player)
@@ -295,7 +295,7 @@ async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     [({}, [2, 4, 8, 16]), ({"num_samples": 1}, [1]), ({"num_samples": 6}, [2, 4, 6]),
      ({"pass_at": [16, 1]}, [1, 16])],
 )  # fmt: skip
-def test_the_values_of_k_for_pass_at_k(fields: dict[str, Any], expected: list[int]) -> None:
+def test_values_of_k_for_pass_at_k(fields: dict[str, Any], expected: list[int]) -> None:
     assert EvaluationSettings(**fields).all_pass_at == expected
 
 

@@ -44,10 +44,10 @@ def test_missing_samples_are_counted_apart_from_wrong_ones() -> None:
 
 
 def test_unknown_lengths_are_not_zero() -> None:
-    known = outcome("a", "s", 1.0, 1.0)
+    expected = outcome("a", "s", 1.0, 1.0)
     unknown = outcome("b", "t", 1.0, 1.0, num_tokens=None)
     lost = outcome("c", "u", None, None)
-    columns = table(results([known, unknown, lost], SETTINGS, ABOUT))
+    columns = table(results([expected, unknown, lost], SETTINGS, ABOUT))
     rows = {row[0]: row[1:] for row in columns}
     assert rows["tokens, mean"] == ["10", "-", "-", "10"]
     assert rows["turns, mean"] == ["2.0", "2.0", "-", "2.0"]
@@ -59,7 +59,7 @@ def test_filtered_samples_are_noted() -> None:
     assert "content filter cut off, scored as they are: 2." in text(summary)
 
 
-def test_a_task_that_could_not_be_sampled_misses_all_samples() -> None:
+def test_task_that_could_not_be_sampled_misses_all_samples() -> None:
     refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
     summary = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
     assert (summary["all"]["num_refused"], summary["all"]["num_missing"]) == (1, 2)
@@ -78,7 +78,7 @@ def test_sets_are_reported_separately_and_together() -> None:
     assert table(alone)[0] == ["", "two"]
 
 
-def test_the_tasks_of_an_environment_are_a_set() -> None:
+def test_tasks_of_an_environment_are_a_set() -> None:
     outcomes = [outcome("a", "environment", 1.0, 1.0), outcome("b", "environment", 0.0, 0.0)]
     for task_outcome, name in zip(outcomes, ("guess", "solve"), strict=True):
         task_outcome.task = replace(task_outcome.task, env=name)
@@ -87,7 +87,7 @@ def test_the_tasks_of_an_environment_are_a_set() -> None:
     assert values == {"guess": 1, "solve": 0}
 
 
-def test_the_parts_of_rewards_have_means_of_their_own() -> None:
+def test_parts_of_rewards_have_means_of_their_own() -> None:
     with_two_parts = outcome("a", "one", 1.0, parts={"right": 1, "short": 0.5})
     with_one_part = outcome("b", "two", 0.0, parts={"right": 0})
     summary = results([with_two_parts, with_one_part], SETTINGS, ABOUT)
@@ -136,6 +136,6 @@ def test_markdown_rows_have_equal_numbers_of_cells() -> None:
 
 
 @pytest.mark.parametrize(("versions", "is_noted"), [(["3"], False), (["3", "4"], True)])
-def test_a_change_of_weights_is_noted(versions: list[str], is_noted: bool) -> None:
+def test_change_of_weights_is_noted(versions: list[str], is_noted: bool) -> None:
     summary = results([outcome("a", "s", 1.0, 1.0, versions=versions)], SETTINGS, ABOUT)
     assert ("The weights changed during the evaluation" in text(summary)) is is_noted

@@ -70,7 +70,7 @@ async def test_each_rank_has_a_pool_and_only_healthy_servers_count_as_capacity()
         assert replicas.longest_context == 80
 
 
-async def test_a_retired_server_is_removed_once_it_is_idle() -> None:
+async def test_retired_server_is_removed_once_it_is_idle() -> None:
     fake = FakeSGLang([])
     async with watching(fake) as watched:
         rank = DataParallelRank(fake.url)
@@ -107,7 +107,7 @@ async def test_retractions_are_reported_once() -> None:
         assert sum(watched.retracted) == 2
 
 
-async def test_a_report_of_the_required_weights_is_not_enough_if_they_must_be_verified() -> None:
+async def test_report_of_the_required_weights_is_not_enough_if_they_must_be_verified() -> None:
     fake = FakeSGLang([], version="8")
     async with watching(fake) as watched:
         replicas = watched.replicas
@@ -126,7 +126,7 @@ async def test_a_report_of_the_required_weights_is_not_enough_if_they_must_be_ve
         replicas.weights_loaded("http://nobody", "8")  # retired meanwhile
 
 
-async def test_a_server_that_is_added_later_needs_the_required_weights() -> None:
+async def test_server_that_is_added_later_needs_the_required_weights() -> None:
     fake, late = FakeSGLang([], version="8"), FakeSGLang([], version="7")
     async with late.serving(), http_session() as session, watching(fake) as watched:
         watched.replicas.require_weights("8")
@@ -136,7 +136,7 @@ async def test_a_server_that_is_added_later_needs_the_required_weights() -> None
         assert [server.url for server in watched.replicas.servers] == [fake.url, late.url]
 
 
-async def test_a_server_that_cannot_be_used_is_an_error_of_opening() -> None:
+async def test_server_that_cannot_be_used_is_an_error_of_opening() -> None:
     async with http_session() as session:
         replicas = Watched().replicas
         with pytest.raises(ServerUnavailable):
@@ -144,7 +144,7 @@ async def test_a_server_that_cannot_be_used_is_an_error_of_opening() -> None:
                 raise AssertionError("there is no server")
 
 
-async def test_a_dead_server_comes_back_with_an_empty_pool_of_its_new_size() -> None:
+async def test_dead_server_comes_back_with_an_empty_pool_of_its_new_size() -> None:
     fake = FakeSGLang([], max_total_num_tokens=300)
     async with watching(fake) as watched:
         fake.ready = False

@@ -136,7 +136,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("after", [0, 1, 7, len(ANSWER)])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: int) -> None:
+async def test_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: int) -> None:
     fault = Fault(fault.how, after, fault.status, fault.body)
     faults = deque([fault])  # for whichever server is asked first
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
@@ -170,7 +170,7 @@ async def test_versions_of_a_moved_turn_count_from_its_first_token() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, len(ANSWER)])
-async def test_a_constrained_turn_moves_only_as_a_whole(after: int) -> None:
+async def test_constrained_turn_moves_only_as_a_whole(after: int) -> None:
     """A grammar starts anew with each request, so it cannot go on after ids of another server."""
     constraint = {"structural_tag": "{}"}
     faults = deque([Fault("cut", after=after)])
@@ -200,7 +200,7 @@ async def test_a_constrained_turn_moves_only_as_a_whole(after: int) -> None:
         ({"min_new_tokens": 8}, False),
     ],
 )
-async def test_a_turn_moves_unless_its_parameters_depend_on_what_was_sampled(
+async def test_turn_moves_unless_its_parameters_depend_on_what_was_sampled(
     parameters: dict[str, Any], moves: bool
 ) -> None:
     faults = deque([Fault("cut", after=4)])
@@ -218,7 +218,7 @@ async def test_a_turn_moves_unless_its_parameters_depend_on_what_was_sampled(
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-async def test_a_server_is_asked_for_frames_of_several_tokens(interval: int) -> None:
+async def test_server_is_asked_for_frames_of_several_tokens(interval: int) -> None:
     fake = FakeSGLang(ANSWER)
     async with router_of(fake) as router:
         check_unbroken(await read(router, generation(stream_interval=interval)))
@@ -278,7 +278,7 @@ async def test_silence_moves_a_turn() -> None:
         Fault("frame", body=b'{"error": {"message": "too long", "code": 400}}'),
     ],
 )
-async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fault) -> None:
+async def test_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fault) -> None:
     fake, second = FakeSGLang(ANSWER, faults=deque([fault])), FakeSGLang(ANSWER)
     second.faults = fake.faults
     async with router_of(fake, second) as router:
@@ -289,7 +289,7 @@ async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fa
     assert len(fake.requests) + len(second.requests) == 1
 
 
-async def test_a_turn_fails_after_max_moves() -> None:
+async def test_turn_fails_after_max_moves() -> None:
     faults = deque(Fault("cut", after=1) for _ in range(10))
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     async with router_of(
@@ -321,9 +321,7 @@ async def test_with_every_server_dead_a_turn_fails_in_time() -> None:
 @pytest.mark.parametrize(
     ("ids", "error"), [([], "empty"), ([1, 200], "200 is outside"), ([-1, 3], "-1 is outside")]
 )
-async def test_an_id_out_of_the_vocabulary_never_reaches_a_server(
-    ids: list[int], error: str
-) -> None:
+async def test_id_out_of_the_vocabulary_never_reaches_a_server(ids: list[int], error: str) -> None:
     fake = FakeSGLang(ANSWER)
     async with router_of(fake) as router:
         with pytest.raises(RequestError, match=error):
@@ -331,7 +329,7 @@ async def test_an_id_out_of_the_vocabulary_never_reaches_a_server(
     assert fake.requests == []
 
 
-async def test_a_prompt_that_no_server_can_hold_is_refused_at_once() -> None:
+async def test_prompt_that_no_server_can_hold_is_refused_at_once() -> None:
     small = FakeSGLang(ANSWER, context_length=1000, max_total_num_tokens=50)
     async with router_of(FakeSGLang(ANSWER), small) as router:
         assert router.context_length == 49
@@ -365,7 +363,7 @@ async def crowd(
 CAPACITY_FOR_ONE = {"max_total_num_tokens": 40, "context_length": 39}
 
 
-async def test_the_longest_waiting_turn_goes_first() -> None:
+async def test_longest_waiting_turn_goes_first() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -379,7 +377,7 @@ async def test_the_longest_waiting_turn_goes_first() -> None:
     assert len(fake.requests) == 4
 
 
-async def test_a_cancelled_turn_leaves_the_queue() -> None:
+async def test_cancelled_turn_leaves_the_queue() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -396,7 +394,7 @@ async def test_a_cancelled_turn_leaves_the_queue() -> None:
     check_unbroken(reads["c"])
 
 
-async def test_a_turn_cancelled_just_before_it_is_placed_holds_nothing() -> None:
+async def test_turn_cancelled_just_before_it_is_placed_holds_nothing() -> None:
     fake = FakeSGLang(ANSWER)
     async with router_of(fake) as router:
         with anyio.CancelScope() as scope:
@@ -406,7 +404,7 @@ async def test_a_turn_cancelled_just_before_it_is_placed_holds_nothing() -> None
         check_unbroken(await read(router, generation()))
 
 
-async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
+async def test_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -421,7 +419,7 @@ async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     check_unbroken(reads["c"])
 
 
-async def test_the_wait_queue_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wait_queue_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.inference.router._MAX_WAITING", 1)
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
@@ -436,7 +434,7 @@ async def test_the_wait_queue_is_bounded_in_number(monkeypatch: pytest.MonkeyPat
         check_unbroken(output)
 
 
-async def test_the_wait_queue_is_bounded_in_time() -> None:
+async def test_wait_queue_is_bounded_in_time() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -449,7 +447,7 @@ async def test_the_wait_queue_is_bounded_in_time() -> None:
     check_unbroken(reads["a"])
 
 
-async def test_a_trajectory_stays_where_its_cache_is() -> None:
+async def test_trajectory_stays_where_its_cache_is() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with router_of(*fakes) as router:
         for key in ("a", "b", "a", "b", "a"):
@@ -469,7 +467,7 @@ async def test_load_is_spread_over_the_servers() -> None:
             gate.set()
 
 
-async def test_the_ledger_follows_the_stream() -> None:
+async def test_ledger_follows_the_stream() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     async with router_of(fake) as router, anyio.create_task_group() as tasks:
         tasks.start_soon(read, router, generation())
@@ -484,7 +482,7 @@ async def test_the_ledger_follows_the_stream() -> None:
     st.booleans(),
     st.integers(1, 4),
 )
-async def test_the_reader_sees_one_stream_whatever_breaks(
+async def test_reader_sees_one_stream_whatever_breaks(
     plan: list[tuple[str, int]], incremental: bool, tokens_a_frame: int
 ) -> None:
     faults = deque(
@@ -507,7 +505,7 @@ async def test_requests_are_json_that_sglang_reads() -> None:
     assert json.loads(json.dumps(fake.requests[0]))["input_ids"] == PROMPT
 
 
-async def test_a_trajectory_comes_back_to_its_server() -> None:
+async def test_trajectory_comes_back_to_its_server() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with router_of(*fakes) as router:
         first = await read(router, generation("t"))
@@ -517,7 +515,7 @@ async def test_a_trajectory_comes_back_to_its_server() -> None:
             assert again.placed == first.placed
 
 
-async def test_a_server_that_stops_answering_loses_its_streams() -> None:
+async def test_server_that_stops_answering_loses_its_streams() -> None:
     """Three failed probes show that a server is dead, long before its streams time out."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     well = FakeSGLang(ANSWER, ready=False)  # so that the first server is chosen
@@ -535,7 +533,7 @@ async def test_a_server_that_stops_answering_loses_its_streams() -> None:
     assert [url for url, _ in output.moved] == [silent.url]
 
 
-async def test_a_server_can_be_added() -> None:
+async def test_server_can_be_added() -> None:
     dead, late = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with late.serving(), http_session() as session, router_of(dead) as router:
         server = SGLangServer(late.url, session)
@@ -547,7 +545,7 @@ async def test_a_server_can_be_added() -> None:
         assert (await read(router, generation())).placed == [late.url]
 
 
-async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
+async def test_retired_server_finishes_its_turns_and_is_removed() -> None:
     gate = anyio.Event()
     old, new = FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, ready=False)
     async with router_of(old, new) as router:
@@ -666,7 +664,7 @@ async def test_new_weights_flush_the_ledger() -> None:
         await eventually(lambda: router.view()[0].num_parked_tokens == 0)
 
 
-async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
+async def test_restarted_server_is_treated_as_a_new_one() -> None:
     """Turns move at once when a process ends. The new process may have another size."""
     fake, second = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with router_of(fake, second) as router:
@@ -690,7 +688,7 @@ async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
         router.replicas.mark_exited("http://nobody", "not a server of this router")
 
 
-async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
+async def test_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
     """The streams may stay open, as those of a machine that has vanished do."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     second = FakeSGLang(ANSWER, ready=False)
@@ -732,7 +730,7 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
         ends["b"].set()
 
 
-async def test_a_decision_lists_its_candidates() -> None:
+async def test_decision_lists_its_candidates() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     explanations: list[str] = []
     async with router_of(*fakes) as router:
@@ -760,7 +758,7 @@ async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> N
     assert all(fake.url in text for fake in fakes)
 
 
-async def test_a_caller_whose_callback_raises_holds_nothing() -> None:
+async def test_caller_whose_callback_raises_holds_nothing() -> None:
     def refuse(url: str, decision: object) -> None:
         raise KeyError("ours")
 
@@ -826,7 +824,7 @@ async def test_adding_a_server_admits_groups() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
+async def test_answer_from_before_a_servers_end_is_ignored() -> None:
     fake = FakeSGLang(ANSWER)
     answer = anyio.Event()
     num_asked = 0
@@ -846,7 +844,7 @@ async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
         assert router.view()[0].state is ServerState.DEAD
 
 
-async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
+async def test_answer_from_before_a_weight_sync_is_ignored() -> None:
     """The server was healthy when it was probed, and is healthy again when the answer arrives."""
     fake = FakeSGLang(ANSWER, version="7")
     is_asked, answer = anyio.Event(), anyio.Event()
@@ -879,7 +877,7 @@ async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
         assert router.view()[0].weight_version == "8"
 
 
-async def test_a_restarting_server_is_dead_until_it_answers() -> None:
+async def test_restarting_server_is_dead_until_it_answers() -> None:
     fake = FakeSGLang(ANSWER)
     async with router_of(fake) as router:
         fake.ready = False
@@ -891,7 +889,7 @@ async def test_a_restarting_server_is_dead_until_it_answers() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) -> None:
+async def test_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) -> None:
     """Admitting it later, next to the other, would raise in whichever task frees capacity."""
     fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
     async with router_of(fake) as router, anyio.create_task_group() as tasks:
@@ -913,7 +911,7 @@ async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool
 
 
 @pytest.mark.parametrize("context_length", [len(PROMPT) + len(ANSWER), 10])
-async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
+async def test_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
     context_length: int,
 ) -> None:
     """A server with a smaller context was added after the turn had begun."""
@@ -939,7 +937,7 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         assert output.chunks[-1].end is TurnEnd.LENGTH
 
 
-async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None:
+async def test_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None:
     large = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=5)]))
     small = FakeSGLang(ANSWER, context_length=len(PROMPT) + 5)
     async with AsyncExitStack() as stack:
@@ -959,7 +957,7 @@ async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> No
     assert output.placed == [large.url, large.url]
 
 
-async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
+async def test_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
     """The server came back with less capacity; the turns behind it go on."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, num_prompt=100, gate=gate)
@@ -1000,7 +998,7 @@ async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
     check_unbroken(first)
 
 
-async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
+async def test_retired_server_that_dies_loses_its_turns_at_once() -> None:
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     second = FakeSGLang(ANSWER, ready=False)
     async with router_of(silent, second, stall_timeout_s=60) as router:

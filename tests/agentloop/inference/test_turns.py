@@ -19,7 +19,7 @@ def turn(*, max_new_tokens: int = 50) -> OngoingTurn:
 
 
 @given(st.lists(st.lists(st.integers(0, 98), max_size=5), max_size=6))
-def test_the_rest_begins_where_the_last_stream_broke(streams: list[list[int]]) -> None:
+def test_rest_begins_where_the_last_stream_broke(streams: list[list[int]]) -> None:
     ongoing, names = turn(), set[str]()
     for number, ids in enumerate(streams):
         remaining = ongoing.remaining()

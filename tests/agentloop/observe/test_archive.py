@@ -83,7 +83,7 @@ def archive(run: RunFolder) -> Archive:
     return Archive(run.path, {"kind": "view", "title": run.path.name}, CHAT)
 
 
-async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
+async def test_run_is_shown_as_it_was(run: RunFolder) -> None:
     frame = await archive(run).frame()
     assert frame["full"] is True
     assert (frame["about"]["live"], frame["about"]["t0"]) == (False, 101.0)
@@ -104,7 +104,7 @@ async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
     orjson.dumps(frame)
 
 
-async def test_a_run_says_what_its_time_was_spent_on(run: RunFolder) -> None:
+async def test_run_says_what_its_time_was_spent_on(run: RunFolder) -> None:
     run.add_metrics({"step": 3, "learn_s": 4.0, "sync_s": 0.0})
     row = rollout("9-a/b.0", created_s=112.0)
     row["trajectory"]["turns"][1]["placed_s"] = 1.25
@@ -118,13 +118,13 @@ async def test_a_run_says_what_its_time_was_spent_on(run: RunFolder) -> None:
     assert spent["sentence"].startswith("Servers wait for the learner: 4.0 of 9.0 s")
 
 
-async def test_a_step_that_has_published_has_the_next_version(run: RunFolder) -> None:
+async def test_step_that_has_published_has_the_next_version(run: RunFolder) -> None:
     """Also if no folder has its weights, as with weights.transport=broadcast."""
     run.add_metrics({"step": 3, "version": 6, "weights/publish_s": 0.1})
     assert (await archive(run).frame())["now"]["policy_version"] == "7"
 
 
-async def test_a_run_has_the_percentiles_of_all_its_turns_and_calls(run: RunFolder) -> None:
+async def test_run_has_the_percentiles_of_all_its_turns_and_calls(run: RunFolder) -> None:
     add(run, 9, [row := rollout("9-a/b.0")])
     latency = (await archive(run).frame())["now"]["latency"]
     assert "window_s" not in latency  # of the whole run
@@ -133,7 +133,7 @@ async def test_a_run_has_the_percentiles_of_all_its_turns_and_calls(run: RunFold
     assert latency["of"]["call"]["p50"] > 0
 
 
-async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
+async def test_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
     before = (await archive(run).frame())["steps"]
     RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
     expected = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
@@ -161,7 +161,7 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     assert (await at.rollout("1-a/b.1"))["no_reward"] == "stopped"
 
 
-async def test_an_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
+async def test_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
     turn = Turn(text="<think>Hm.</think>\nit is 42", end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
     made = Trajectory("3-c.0", [], [turn], StopReason.ANSWERED, None, 100.0, 1.0)
     add(run, 3, [rollout("3-c.0") | {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}])
@@ -246,7 +246,7 @@ async def test_only_a_damaged_line_is_skipped(run: RunFolder, line: bytes) -> No
     assert (await at.rollout("3-c.1"))["id"] == "3-c.1"
 
 
-async def test_an_empty_folder_is_an_empty_page(tmp_path: Path) -> None:
+async def test_empty_folder_is_an_empty_page(tmp_path: Path) -> None:
     at = Archive(tmp_path / "gone", {}, CHAT)
     frame = await at.frame()
     assert (frame["rollouts"], frame["groups"], frame["steps"]) == ([], [], [])
@@ -268,7 +268,7 @@ async def test_unrelated_files_are_ignored(run: RunFolder) -> None:
     assert [row["step"] for row in frame["steps"]] == [1, 2, 4]
 
 
-async def test_a_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_module, "_LOOK_EVERY_S", 0.001)
     at = archive(run)
 
@@ -289,7 +289,7 @@ async def test_a_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.M
         assert (await next_frame())["now"]["step"] == 3
 
 
-async def test_the_newest_groups_are_shown(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_newest_groups_are_shown(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_module, "_MAX_ROLLOUTS", 3)
     assert {row["group"] for row in (await archive(run).frame())["rollouts"]} == {"2-a/b"}
 
@@ -328,12 +328,12 @@ def test_only_listed_runs_are_read(run: RunFolder, name: str) -> None:
         curves(run.path, name)
 
 
-def test_the_last_metrics_rows_are_read(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_metrics_rows_are_read(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "_MAX_ROWS", 1)
     assert [row["step"] for row in read_metrics(run.path)] == [2]
 
 
-def test_the_run_itself_is_always_listed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_itself_is_always_listed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "_MAX_RUNS", 1)
     (run.path.parent / "newer").mkdir()
     newer = run.path.parent / "newer" / "metrics.jsonl"
@@ -342,7 +342,7 @@ def test_the_run_itself_is_always_listed(run: RunFolder, monkeypatch: pytest.Mon
     assert [row["step"] for row in curves(run.path, "one")["rows"]] == [1, 2]
 
 
-def test_the_commands_that_made_a_run_have_their_ends(run: RunFolder) -> None:
+def test_commands_that_made_a_run_have_their_ends(run: RunFolder) -> None:
     assert origin_of(run.path) == {"settings": "", "commands": []}
     path = run.path / "commands.jsonl"
     path.write_text('{"command": "a"}\n{"command": "b"}\n{"ended_unix_s": 3.0}\n[]\nnonsense\n')
@@ -363,7 +363,7 @@ async def test_policy_version_is_newest_published(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, b"{", b'{"all": 1}'])
-async def test_an_evaluation_shows_its_results(run: RunFolder, damage: bytes | None) -> None:
+async def test_evaluation_shows_its_results(run: RunFolder, damage: bytes | None) -> None:
     run.add_metrics({"step": 1, "group": "g", "reward": 1.0})
     results = {
         "num_samples": 2,

@@ -66,7 +66,7 @@ async def test_asking_returns_the_id_of_the_rollout() -> None:
 
 
 @pytest.mark.parametrize("error", [RequestError("too long"), ServerError("none is up")])
-async def test_an_error_before_the_start_is_raised_to_the_visitor_only(error: Exception) -> None:
+async def test_error_before_the_start_is_raised_to_the_visitor_only(error: Exception) -> None:
     rollout = play_asks()
     rollout.before = error
     async with asking(rollout, rollout.events.append) as ask:
@@ -77,7 +77,7 @@ async def test_an_error_before_the_start_is_raised_to_the_visitor_only(error: Ex
         assert await ask("why?") == "r101"
 
 
-async def test_an_error_after_the_start_is_contained() -> None:
+async def test_error_after_the_start_is_contained() -> None:
     rollout = play_asks()
     rollout.after = ServerUnavailable("gone")
     rollout.may_end.set()
@@ -87,7 +87,7 @@ async def test_an_error_after_the_start_is_contained() -> None:
         assert await ask("why?") == "r2"
 
 
-async def test_a_programming_error_is_raised_unchanged() -> None:
+async def test_programming_error_is_raised_unchanged() -> None:
     rollout = play_asks()
     rollout.after = ZeroDivisionError()
     rollout.may_end.set()
@@ -152,7 +152,7 @@ async def test_leaving_visitor_cancels_rollout(monkeypatch: pytest.MonkeyPatch) 
         assert await ask("why?")
 
 
-async def test_a_visitor_who_leaves_after_the_start_leaves_it_running() -> None:
+async def test_visitor_who_leaves_after_the_start_leaves_it_running() -> None:
     rollout = play_asks()
     async with asking(rollout, rollout.events.append) as ask:
 

@@ -259,7 +259,7 @@ def test_counters_are_correct_for_valid_histories(
             assert made.rows[f"1-a.{index}"].tokens == number
 
 
-def test_a_restarted_rollout_is_in_flight_once() -> None:
+def test_restarted_rollout_is_in_flight_once() -> None:
     made, clock = board()
     start = ("start", "1-a.0", 1)
     for script in (
@@ -273,7 +273,7 @@ def test_a_restarted_rollout_is_in_flight_once() -> None:
     assert made.now()["rollouts_done"] == 2
 
 
-def test_an_evicted_rollout_that_restarts_is_present() -> None:
+def test_evicted_rollout_that_restarts_is_present() -> None:
     made, clock = board(max_ended=0)
     reader = Reader().read_all(made, 9, taken=True)
     play_script([("start", "1-a.0", 1), ("finish", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
@@ -281,7 +281,7 @@ def test_an_evicted_rollout_that_restarts_is_present() -> None:
     assert [row["state"] for row in reader.rollouts.values()] == ["live"]
 
 
-def test_an_evicted_group_that_restarts_is_present() -> None:
+def test_evicted_group_that_restarts_is_present() -> None:
     made, clock = board(max_groups=1)
     reader = Reader().read_all(made, 9, taken=True)
     play_script([("group", "1-a.0", 1), ("group", "2-b.0", 1), ("group", "1-a.0", 1)], made, clock)
@@ -325,7 +325,7 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
     assert (row["turn"], row["tokens"], row["calls"], row["reward"]) == (2, 3, 1, 1.0)
 
 
-def test_the_time_of_rollouts_is_split_by_what_they_do() -> None:
+def test_time_of_rollouts_is_split_by_what_they_do() -> None:
     made, clock = board()
     trajectory = record("1-a.0")
     trajectory.created_unix_s = clock.now
@@ -354,7 +354,7 @@ def test_the_time_of_rollouts_is_split_by_what_they_do() -> None:
     )
 
 
-def test_a_branch_of_a_session_waits_for_its_client_between_two_requests() -> None:
+def test_branch_of_a_session_waits_for_its_client_between_two_requests() -> None:
     made, clock = board()
     key = "1-a.0"
     for kind in ("start", "turn", "placed", "tokens", "sampled", "turned"):
@@ -371,7 +371,7 @@ def test_a_branch_of_a_session_waits_for_its_client_between_two_requests() -> No
     assert lanes == [("decode", 0), ("client", 1000), ("decode", 61_000), ("client", 61_000)]
 
 
-def test_a_malformed_call_has_no_tool_lane() -> None:
+def test_malformed_call_has_no_tool_lane() -> None:
     made, clock = board()
     play_script(
         [("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock
@@ -381,7 +381,7 @@ def test_a_malformed_call_has_no_tool_lane() -> None:
     assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
 
 
-def test_an_endpoint_samples_at_once_and_counts_its_tokens() -> None:
+def test_endpoint_samples_at_once_and_counts_its_tokens() -> None:
     made, clock = board()
     made.on_event(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
     made.on_event(TurnStarted("1-a.0", 0))
@@ -410,7 +410,7 @@ def test_events_of_unknown_rollouts_are_ignored() -> None:
     assert made.now()["in_flight"] == made.now()["rollouts_done"] == 0
 
 
-def test_a_finished_group_updates_its_rollouts() -> None:
+def test_finished_group_updates_its_rollouts() -> None:
     made, clock = board()
     play_script([("group", "1-a.0", 1)], made, clock)
     play_script([("start", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
@@ -425,7 +425,7 @@ def test_a_finished_group_updates_its_rollouts() -> None:
     assert made.now()["groups_open"] == 0
 
 
-def test_a_group_has_its_question_and_the_first_wrong_answer() -> None:
+def test_group_has_its_question_and_the_first_wrong_answer() -> None:
     made, _ = board()
     prompt = [{"role": "user", "content": "What is\n37 times 48? " + "x" * 500}]
     made.on_event(GroupStarted("1-a", "a", prompt, "1776", 3))
@@ -442,7 +442,7 @@ def test_a_group_has_its_question_and_the_first_wrong_answer() -> None:
     assert (group["answer"], group["wrong"]) == ("1776", {"id": "1-a.1", "answer": "1766"})
 
 
-def test_a_group_counts_rollouts_and_not_their_conversations() -> None:
+def test_group_counts_rollouts_and_not_their_conversations() -> None:
     made, clock = board()
     keys = ("1-a.0", "1-a.0+1", "1-a.0+checker", "1-a.1")
     play_script([("group", "1-a.0", 1), *(("start", key, 1) for key in keys)], made, clock)
@@ -452,7 +452,7 @@ def test_a_group_counts_rollouts_and_not_their_conversations() -> None:
     assert (group["num_done"], group["kept"]) == (2, 2)
 
 
-def test_the_page_reads_every_field_of_a_row_by_its_name() -> None:
+def test_page_reads_every_field_of_a_row_by_its_name() -> None:
     """The scripts are not typed: a field that is renamed here must be renamed there."""
     made, clock = board()
     play_script([("group", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
@@ -479,7 +479,7 @@ def test_rates_cover_the_last_seconds() -> None:
     assert made.now()["tokens_per_s"] == 0
 
 
-def test_a_clock_that_goes_backwards_gives_no_rate() -> None:
+def test_clock_that_goes_backwards_gives_no_rate() -> None:
     made, clock = board()
     play_script([("start", "1-a.0", 1), ("tokens", "1-a.0", 9)], made, clock)
     clock.now -= 3600
@@ -515,7 +515,7 @@ def test_failed_calls_are_those_caused_by_the_model() -> None:
     assert sum(made.tools()["calls"].values()) == len(ToolCallStatus)
 
 
-def test_the_cached_fraction_is_relative_to_prompt_tokens() -> None:
+def test_cached_fraction_is_relative_to_prompt_tokens() -> None:
     made, clock = board()
     assert made.cached_fraction("http://0") is None
     play_script([("start", "1-a.0", 2), ("placed", "1-a.0", 0)], made, clock)
@@ -523,7 +523,7 @@ def test_the_cached_fraction_is_relative_to_prompt_tokens() -> None:
     assert made.cached_fraction("http://0") == 0.5  # one of two tokens
 
 
-def test_the_newest_rows_of_metrics_are_kept() -> None:
+def test_newest_rows_of_metrics_are_kept() -> None:
     made, _ = board()
     reader = Reader().read_all(made, 9, taken=True)
     for number in range(5_010):

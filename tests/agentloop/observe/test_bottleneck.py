@@ -25,7 +25,7 @@ def spent(window_s: float = 60.0, busy_s: float = 60.0, **seconds: float) -> Spe
     return total
 
 
-def test_the_sentence_names_the_bottleneck_its_size_and_its_setting() -> None:
+def test_sentence_names_the_bottleneck_its_size_and_its_setting() -> None:
     assert spent(queue=26.0, tool=3.0, decode=8.0).sentence() == (
         "Rollouts wait for sandbox slots: 2.6 of 2.9 s per call; raise sandbox.workers"
     )
@@ -61,7 +61,7 @@ def test_shorter_responses_are_recommended_where_some_were_truncated() -> None:
     assert advice in decoding.sentence(ServedOn.CPU)
 
 
-def test_the_settings_say_which_hardware_serves() -> None:
+def test_settings_say_which_hardware_serves() -> None:
     assert served_on(["http://gpu1:30000"], "auto") is ServedOn.ATTACHED
     assert served_on([], "cuda") is ServedOn.GPU
     assert served_on([], "cpu", has_accelerator=True) is ServedOn.CPU
@@ -70,7 +70,7 @@ def test_the_settings_say_which_hardware_serves() -> None:
     assert served_on([], "auto", has_accelerator=False) is ServedOn.CPU
 
 
-def test_the_learner_counts_while_no_rollout_is_in_flight() -> None:
+def test_learner_counts_while_no_rollout_is_in_flight() -> None:
     assert spent(busy_s=20.0, decode=500.0, learner=30.0).sentence() == (
         "Servers wait for the learner: 30.0 of 60.0 s; raise loop.max_staleness"
     )
@@ -99,14 +99,14 @@ def test_queue_and_run_are_the_whole_time_at_tools(
     assert queued_s + ran_s == pytest.approx(duration)
 
 
-def test_a_call_waits_before_it_runs() -> None:
+def test_call_waits_before_it_runs() -> None:
     assert split_tool_time([(0.0, 2.0, 3.0)], 1.0, 3.0) == (1.0, 1.0)
     assert split_tool_time([(0.0, 2.0, 4.0), (0.0, 1.0, 2.0)], 0.0, 4.0) == (1.0, 3.0)
     assert split_tool_time([], 0.0, 4.0, queued_share=0.25) == (1.0, 3.0)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS)))
-def test_a_union_is_at_most_the_sum(spans: list[tuple[float, float]]) -> None:
+def test_union_is_at_most_the_sum(spans: list[tuple[float, float]]) -> None:
     lengths = [max(0.0, end - start) for start, end in spans]
     assert max(lengths, default=0.0) - 1e-9 <= union_s(spans) <= sum(lengths) + 1e-9
 

@@ -63,7 +63,7 @@ async def test_exporter_gets_events_while_open() -> None:
     assert line.endswith(" 5.0")
 
 
-async def test_a_visitors_question_is_answered_and_its_events_are_shown() -> None:
+async def test_visitors_question_is_answered_and_its_events_are_shown() -> None:
     async def answer(question: str, emit: Emit) -> Any:
         emit(RolloutStarted(Trajectory(f"about {question}", [])))
 

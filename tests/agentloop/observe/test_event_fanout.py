@@ -26,7 +26,7 @@ def test_failing_reader_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     assert "was removed" in caplog.text
 
 
-def test_a_removed_reader_gets_no_events() -> None:
+def test_removed_reader_gets_no_events() -> None:
     received: list[Event] = []
     readers = EventFanout(received.append)
     readers.remove(received.append)

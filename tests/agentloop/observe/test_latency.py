@@ -11,22 +11,22 @@ from agentloop.observe.latency import Duration, RecentDurations, nearest_rank, o
 SECONDS = st.floats(0.0, 100.0, allow_nan=False)
 
 
-def test_a_turn_has_three_durations() -> None:
+def test_turn_has_three_durations() -> None:
     durations = dict(of_turn(1.0, 1.5, 3.5, 5))
     assert durations == {Duration.FIRST_TOKEN: 0.5, Duration.TURN: 2.5, Duration.TOKEN: 0.5}
 
 
 @pytest.mark.parametrize("first_token_s", [None, 4.0])
-def test_a_turn_that_was_cut_off_before_it_sampled_has_none(first_token_s: float | None) -> None:
+def test_turn_that_was_cut_off_before_it_sampled_has_none(first_token_s: float | None) -> None:
     assert [*of_turn(1.0, first_token_s, 0.0, 0)] == []
 
 
-def test_a_turn_of_one_token_has_no_time_per_token() -> None:
+def test_turn_of_one_token_has_no_time_per_token() -> None:
     assert Duration.TOKEN not in dict(of_turn(0.0, 1.0, 1.0, 1))
 
 
 @given(SECONDS, SECONDS, SECONDS, st.integers(2, 50))
-def test_the_parts_of_a_turn_are_the_turn(
+def test_parts_of_a_turn_are_the_turn(
     started: float, waited: float, decoded: float, num: int
 ) -> None:
     durations = dict(of_turn(started, started + waited, started + waited + decoded, num))
@@ -35,7 +35,7 @@ def test_the_parts_of_a_turn_are_the_turn(
 
 
 @given(st.lists(SECONDS, min_size=1), st.floats(0.01, 1.0))
-def test_a_percentile_is_one_of_the_values_and_so_many_are_not_above_it(
+def test_percentile_is_one_of_the_values_and_so_many_are_not_above_it(
     values: list[float], share: float
 ) -> None:
     percentile = nearest_rank(sorted(values), share)
@@ -52,7 +52,7 @@ def test_only_what_ended_in_the_last_minute_counts() -> None:
     assert recent.to_dict(1000.0)["of"] == {}
 
 
-def test_the_number_of_durations_is_bounded() -> None:
+def test_number_of_durations_is_bounded() -> None:
     recent = RecentDurations()
     for _ in range(5000):
         recent.add(Duration.TURN, 0.0, 1.0)
@@ -60,5 +60,5 @@ def test_the_number_of_durations_is_bounded() -> None:
     assert summary["of"]["turn"]["num"] == summary["max_kept"]
 
 
-def test_a_kind_without_durations_is_left_out() -> None:
+def test_kind_without_durations_is_left_out() -> None:
     assert summary_of({Duration.TURN: []}) == {}

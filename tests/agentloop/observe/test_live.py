@@ -124,7 +124,7 @@ async def test_history_covers_last_hour(monkeypatch: pytest.MonkeyPatch) -> None
     assert (await at.frame())["servers"][0]["since"] == now_s
 
 
-async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
+async def test_first_frame_is_complete_and_the_next_has_changes() -> None:
     at = live()
     starts(at, "1.0", "1.1")
     at.board.on_event(Measured({"step": 1}))
@@ -187,7 +187,7 @@ async def test_two_readers_are_given_the_same_bytes() -> None:
     assert at.num_readers == 0
 
 
-async def test_a_reader_resumes_from_its_last_frame() -> None:
+async def test_reader_resumes_from_its_last_frame() -> None:
     at = live()
     async with aclosing(at.frames()) as watcher:  # so that frames are made
         await all_of(watcher)
@@ -221,7 +221,7 @@ async def test_a_reader_resumes_from_its_last_frame() -> None:
         "\udcff",
     ],
 )  # fmt: skip
-async def test_a_reader_with_a_foreign_id_gets_everything(last: str | None) -> None:
+async def test_reader_with_a_foreign_id_gets_everything(last: str | None) -> None:
     at = live()
     async with aclosing(at.frames()) as watcher:
         await all_of(watcher)
@@ -233,7 +233,7 @@ async def test_a_reader_with_a_foreign_id_gets_everything(last: str | None) -> N
         assert frame["full"] is True
 
 
-async def test_a_reader_returning_after_an_idle_time_gets_everything() -> None:
+async def test_reader_returning_after_an_idle_time_gets_everything() -> None:
     at = live()
     async with aclosing(at.frames()) as frames:
         last, _ = await all_of(frames)
@@ -244,7 +244,7 @@ async def test_a_reader_returning_after_an_idle_time_gets_everything() -> None:
     assert first["full"] is True
 
 
-async def test_a_reader_cannot_resume_within_the_first_state() -> None:
+async def test_reader_cannot_resume_within_the_first_state() -> None:
     """No frame so far may let the reader resume from there."""
     at = live()
     starts(at, *(f"1.{index}" for index in range(1200)))
@@ -288,7 +288,7 @@ async def test_end_leaves_stuck_reader(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await next_of(frames))[1]["now"]["ended"]["state"] == "stopped"
 
 
-async def test_a_slow_reader_gets_the_number_of_missed_frames_and_everything() -> None:
+async def test_slow_reader_gets_the_number_of_missed_frames_and_everything() -> None:
     at = live()
     async with aclosing(at.frames()) as slow:
         await all_of(slow)
@@ -317,7 +317,7 @@ async def test_a_slow_reader_gets_the_number_of_missed_frames_and_everything() -
     ),
     st.integers(0, 3),
 )
-async def test_a_reader_of_any_speed_ends_with_the_whole_state(
+async def test_reader_of_any_speed_ends_with_the_whole_state(
     script: list[str], max_ended: int
 ) -> None:
     at = live(max_ended=max_ended, max_groups=2)
@@ -380,7 +380,7 @@ async def test_a_reader_of_any_speed_ends_with_the_whole_state(
     assert at.num_readers == 0
 
 
-async def test_a_whole_frame_equals_all_slices() -> None:
+async def test_whole_frame_equals_all_slices() -> None:
     at = live()
     starts(at, *(f"1.{index}" for index in range(1700)))
     for number in range(1300):
@@ -405,7 +405,7 @@ async def test_a_whole_frame_equals_all_slices() -> None:
 
 
 @pytest.mark.parametrize("where", ["at once", "amid all of it", "waiting", "before"])
-async def test_a_cancelled_reader_is_no_longer_counted(where: str) -> None:
+async def test_cancelled_reader_is_no_longer_counted(where: str) -> None:
     at = live()
     starts(at, *(f"1.{index}" for index in range(1200)))
 
@@ -428,7 +428,7 @@ async def test_a_cancelled_reader_is_no_longer_counted(where: str) -> None:
     assert at.num_readers == 0
 
 
-async def test_a_loop_that_wakes_early_has_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loop_that_wakes_early_has_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
     at = live()
     at.every_s = 0.001
     clock = SimpleNamespace(monotonic=lambda: 5.0, time=lambda: 5.0)
@@ -463,7 +463,7 @@ async def grown(
     return events
 
 
-async def test_a_rollout_is_streamed_as_it_grows() -> None:
+async def test_rollout_is_streamed_as_it_grows() -> None:
     at, record = live(), Trajectory("1.0", written(CHAT, "why?"))
     at.board.on_event(RolloutStarted(record, "1"))
 
@@ -495,7 +495,7 @@ async def test_a_rollout_is_streamed_as_it_grows() -> None:
     orjson.dumps(last)
 
 
-async def test_a_finished_rollout_is_sent_at_once() -> None:
+async def test_finished_rollout_is_sent_at_once() -> None:
     at, record = live(), Trajectory("1.0", [9], stop_reason=StopReason.ANSWERED)
     at.board.on_event(RolloutStarted(record, "1"))
     at.board.on_event(RolloutFinished("1.0", record))
@@ -506,7 +506,7 @@ async def test_a_finished_rollout_is_sent_at_once() -> None:
 
 
 @pytest.mark.parametrize("ending", ["abandoned", "anew", "forgotten"])
-async def test_the_stream_of_a_rollout_ends_however_it_ends(ending: str) -> None:
+async def test_stream_of_a_rollout_ends_however_it_ends(ending: str) -> None:
     at = live(max_ended=0) if ending == "forgotten" else live()
     starts(at, "1.0")
 
@@ -520,7 +520,7 @@ async def test_the_stream_of_a_rollout_ends_however_it_ends(ending: str) -> None
     assert events[-1][0] == "end"
 
 
-async def test_an_evicted_rollout_is_read_from_disk() -> None:
+async def test_evicted_rollout_is_read_from_disk() -> None:
     at = live(max_kept_tokens=0)
     keys: list[str] = []
 
@@ -544,7 +544,7 @@ async def test_an_evicted_rollout_is_read_from_disk() -> None:
     assert keys == ["1.0", "1.0", "1.7", "1.7"]
 
 
-async def test_a_group_contains_its_rollouts() -> None:
+async def test_group_contains_its_rollouts() -> None:
     at = live()
     with pytest.raises(NotThere, match="'1-a'"):
         await at.group("1-a")
@@ -558,7 +558,7 @@ async def test_a_group_contains_its_rollouts() -> None:
     assert [row["kept"] for row in group["rollouts"]] == [None, None]
 
 
-async def test_a_partly_evicted_group_is_read_from_disk() -> None:
+async def test_partly_evicted_group_is_read_from_disk() -> None:
     at = live(max_ended=1, max_groups=1)
 
     async def read(name: str) -> GroupDetails | None:

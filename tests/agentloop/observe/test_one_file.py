@@ -76,7 +76,7 @@ def hash_of(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def test_the_file_loads_nothing_from_elsewhere() -> None:
+def test_file_loads_nothing_from_elsewhere() -> None:
     page = Page(one_file({"api/frame": {}}))
     for tag, attributes in page.elements:
         for name in ("src", "href"):
@@ -94,14 +94,14 @@ def test_all_scripts_and_style_sheets_are_included() -> None:
         assert (WEB / name).read_text("utf-8") in texts, name
 
 
-def test_the_theme_script_runs_first_and_the_others_last() -> None:
+def test_theme_script_runs_first_and_the_others_last() -> None:
     html = one_file({"api/frame": {}})
     theme = (WEB / "theme.js").read_text("utf-8")
     assert html.index(theme) < html.index("</head>")
     assert html.index('<script id="run"') < html.index((WEB / "base.js").read_text("utf-8"))
 
 
-def test_the_policy_allows_only_the_files_own_content() -> None:
+def test_policy_allows_only_the_files_own_content() -> None:
     html = one_file({"api/frame": {}})
     page = Page(html)
     policy = page.policy

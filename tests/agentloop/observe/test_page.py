@@ -191,7 +191,7 @@ async def answer_of(stream: ByteStream) -> bytes:
         ("/page/vendor/uPlot.iife.min.js", "text/javascript"), ("/page/index.html", "text/html"),
     ],
 )  # fmt: skip
-async def test_the_page_is_served_with_its_security_headers(path: str, kind: str) -> None:
+async def test_page_is_served_with_its_security_headers(path: str, kind: str) -> None:
     async with page() as at:
         status, response, body = await at.get(path)
     assert (status, response.content_type, response.charset) == (200, kind, "utf-8")
@@ -206,7 +206,7 @@ async def test_the_page_is_served_with_its_security_headers(path: str, kind: str
     assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
-def test_the_page_needs_nothing_that_its_policy_forbids() -> None:
+def test_page_needs_nothing_that_its_policy_forbids() -> None:
     html = (WEB / "index.html").read_text("utf-8")
     assert not re.search(r"<script(?![^>]*\bsrc=)[^>]*>", html)  # none inline
     assert not re.search(r"\son[a-z]+=|\sstyle=|<style", html)
@@ -316,7 +316,7 @@ async def test_silent_stream_sends_pings(monkeypatch: pytest.MonkeyPatch) -> Non
             await response.content.readuntil(b": nothing new\n\n")
 
 
-async def test_a_rollout_is_streamed_to_its_end() -> None:
+async def test_rollout_is_streamed_to_its_end() -> None:
     async with page() as at:
         _, response, body = await at.get("/api/rollouts/r/stream")
     assert response.content_type == "text/event-stream"
@@ -325,7 +325,7 @@ async def test_a_rollout_is_streamed_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/stream", "/api/rollouts/r/stream"])
-async def test_a_reader_that_leaves_is_no_longer_counted(path: str) -> None:
+async def test_reader_that_leaves_is_no_longer_counted(path: str) -> None:
     async with page(Played(cut_short=path != "/api/stream")) as at:
         async with at.http.get(at.url + path) as response:
             with anyio.fail_after(patient(15)):
@@ -350,7 +350,7 @@ async def test_deaf_reader_is_disconnected(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("path", ["/api/stream", "/api/rollouts/r/stream"])
-async def test_a_service_that_ends_does_not_wait_for_its_readers(path: str) -> None:
+async def test_service_that_ends_does_not_wait_for_its_readers(path: str) -> None:
     shown, settings = Played(cut_short=path != "/api/stream"), ServeSettings(port=0)
     app = web.Application()
     Page(shown).add_to(app)
@@ -363,7 +363,7 @@ async def test_a_service_that_ends_does_not_wait_for_its_readers(path: str) -> N
                 await eventually(lambda: shown.num_readers == 0)
 
 
-async def test_the_end_of_the_service_ends_its_readers() -> None:
+async def test_end_of_the_service_ends_its_readers() -> None:
     shown = Played()
     with anyio.fail_after(patient(15)):
         async with page(shown) as at, anyio.create_task_group() as tasks:
@@ -376,7 +376,7 @@ async def test_the_end_of_the_service_ends_its_readers() -> None:
 # --- what it does ---------------------------------------------------------------------------------
 
 
-async def test_a_question_starts_a_rollout() -> None:
+async def test_question_starts_a_rollout() -> None:
     async with page() as at:
         assert await at.post("/api/ask", {"question": "why?"}) == (200, {"rollout": "r/1"})
         assert at.questions == ["why?"]
@@ -403,14 +403,14 @@ async def test_invalid_bodies_are_refused_with_a_message(path: str, body: Any) -
 
 
 @pytest.mark.parametrize("path", ["/api/ask", "/api/control"])
-async def test_a_body_that_is_too_large_is_refused_with_a_message(path: str) -> None:
+async def test_body_that_is_too_large_is_refused_with_a_message(path: str) -> None:
     async with page() as at:
         status, answer = await at.post(path, b" " * (3 << 20), **{"X-Control-Token": TOKEN})
         assert status == 413
         assert isinstance(answer["error"], str)
 
 
-async def test_a_body_that_does_not_arrive_times_out() -> None:
+async def test_body_that_does_not_arrive_times_out() -> None:
     async with page(io_timeout_s=0.05) as at:
         host, port = at.url.removeprefix("http://").split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
@@ -429,7 +429,7 @@ async def test_asking_without_support_is_an_error() -> None:
         assert (status, body["error"]) == (400, "do: not available here")
 
 
-async def test_the_control_token_allows_actions() -> None:
+async def test_control_token_allows_actions() -> None:
     async with page() as at:
         token = {"X-Control-Token": TOKEN}
         body: dict[str, Any] = {"do": "cancel", "rollout": "r/1"}
@@ -463,7 +463,7 @@ async def test_actions_require_the_control_token(token: str | None) -> None:
     assert at.controls.done == []
 
 
-async def test_a_token_may_contain_any_characters() -> None:
+async def test_token_may_contain_any_characters() -> None:
     async with page(control_token="Schlüssel") as at:
         host, port = at.url.removeprefix("http://").split(":")
         body = b'{"do": "pause"}'
@@ -475,7 +475,7 @@ async def test_a_token_may_contain_any_characters() -> None:
             assert (await answer_of(stream)).startswith(b"HTTP/1.1 200 ")
 
 
-def test_the_default_control_token_is_random() -> None:
+def test_default_control_token_is_random() -> None:
     made = {Page(Played()).control_token for _ in range(10)}
     assert len(made) == 10
     assert all(len(token) >= 12 for token in made)
@@ -485,7 +485,7 @@ def test_the_default_control_token_is_random() -> None:
 API = ["/api/frame", "/api/trace", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]
 
 
-async def test_a_token_protects_the_data_but_not_the_page() -> None:
+async def test_token_protects_the_data_but_not_the_page() -> None:
     async with page(Played(cut_short=True), token="s3cret") as at:
         for path in ("/", "/page/app.js", "/page/style.css"):
             assert (await at.get(path))[0] == 200

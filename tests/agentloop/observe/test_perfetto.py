@@ -27,7 +27,7 @@ def slices(trace: TraceFile) -> list[TraceEvent]:
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
-def test_a_rollout_is_a_thread_of_its_group_with_a_slice_for_each_lane() -> None:
+def test_rollout_is_a_thread_of_its_group_with_a_slice_for_each_lane() -> None:
     lanes = [("wait", 1000), ("prefill", 1500), ("decode", 2000), ("tool", 4000)]
     trace = trace_of(frame(row("1.0", lanes, 5000, "1")))
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
@@ -43,7 +43,7 @@ def test_a_rollout_is_a_thread_of_its_group_with_a_slice_for_each_lane() -> None
     ]
 
 
-def test_a_rollout_in_flight_ends_with_the_frame() -> None:
+def test_rollout_in_flight_ends_with_the_frame() -> None:
     rollout, decode = slices(trace_of(frame(row("a", [("decode", 4000)], None))))
     assert rollout["ts"] + rollout["dur"] == decode["ts"] + decode["dur"] == 10_000_000
     assert "stop" not in rollout["args"]
@@ -82,5 +82,5 @@ def test_slices_lie_within_their_rollout_one_after_the_other(rows: list[dict[str
         assert at <= rollout["ts"] + rollout["dur"]
 
 
-def test_a_run_without_rollouts_has_an_empty_trace() -> None:
+def test_run_without_rollouts_has_an_empty_trace() -> None:
     assert trace_of({"t": 1.0, "about": {}})["traceEvents"] == []

@@ -129,7 +129,7 @@ def test_there_is_one_piece_of_text_per_token(script: list[Any]) -> None:
         assert "".join(sent["pieces"]) == CHAT.decode(turn.output_ids)
 
 
-def test_a_character_of_several_tokens_is_sent_when_complete() -> None:
+def test_character_of_several_tokens_is_sent_when_complete() -> None:
     ids = written(CHAT, "🙂")
     assert len(ids) > 1
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
@@ -137,7 +137,7 @@ def test_a_character_of_several_tokens_is_sent_when_complete() -> None:
     assert reader.whole()["turns"][0]["pieces"] == [""] * (len(ids) - 1) + ["🙂"]
 
 
-def test_an_incomplete_character_is_sent_at_the_end() -> None:
+def test_incomplete_character_is_sent_at_the_end() -> None:
     ids = written(CHAT, "a🙂")[:-1]
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
     reader = RecordReader(Trajectory("r", [], [turn]), CHAT)
@@ -151,7 +151,7 @@ def test_an_incomplete_character_is_sent_at_the_end() -> None:
     assert "�" in text
 
 
-def test_the_verdict_is_included() -> None:
+def test_verdict_is_included() -> None:
     verdict: dict[str, Any] = {"state": "live", "reward": None}
     reader = RecordReader(Trajectory("r", [1, 2]), None, lambda: verdict)
     assert reader.whole()["state"] == "live"
@@ -162,7 +162,7 @@ def test_the_verdict_is_included() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(turns)
-def test_a_written_trajectory_can_be_read_back(script: list[Any]) -> None:
+def test_written_trajectory_can_be_read_back(script: list[Any]) -> None:
     growing = Growing(script)
     for _ in growing.steps():
         pass

@@ -43,7 +43,7 @@ def files(folder: RunFolder) -> list[str]:
     return sorted(path.name for path in (folder.path / "trajectories").iterdir())
 
 
-async def test_a_session_becomes_a_group_with_a_rollout_for_each_branch(tmp_path: Path) -> None:
+async def test_session_becomes_a_group_with_a_rollout_for_each_branch(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     first, second = trajectory("s"), trajectory("s+2", answer="no")
     branches = [
@@ -71,7 +71,7 @@ async def test_a_session_becomes_a_group_with_a_rollout_for_each_branch(tmp_path
     assert (row["task"], row["title"]) == ("", "when? Now?")
 
 
-async def test_the_page_shows_it(tmp_path: Path) -> None:
+async def test_page_shows_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     two = trajectory("s")
     two.turns.append(Turn([5], [-1.0], started_s=9.0, first_token_s=9.5, ended_s=10.0))
@@ -134,7 +134,7 @@ async def test_slow_disk_drops_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     assert folder.written == ["a", "b", "c", "f"]
 
 
-async def test_the_rest_is_written_when_the_service_is_cancelled(tmp_path: Path) -> None:
+async def test_rest_is_written_when_the_service_is_cancelled(tmp_path: Path) -> None:
     folder = SlowFolder(tmp_path)
     with anyio.CancelScope() as scope:
         async with recorder(folder).running() as recording:

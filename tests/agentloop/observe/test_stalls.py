@@ -51,7 +51,7 @@ STORY: list[tuple[Event, list[str]]] = [
 ]
 
 
-def test_the_wait_of_a_rollout_at_each_point() -> None:
+def test_wait_of_a_rollout_at_each_point() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     for event, expected in STORY:
@@ -63,7 +63,7 @@ def test_the_wait_of_a_rollout_at_each_point() -> None:
     assert stalls.waits() == []
 
 
-def test_the_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_are_none() -> None:
+def test_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_are_none() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     for name in "ab":
@@ -106,7 +106,7 @@ def test_giving_up_a_wait_is_not_progress() -> None:
     assert len(stalls.waits()) == 1
 
 
-def test_a_session_that_waits_for_its_client_is_no_stall() -> None:
+def test_session_that_waits_for_its_client_is_no_stall() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     for name in ("session", "other"):

@@ -15,7 +15,7 @@ from agentloop.observe.throughput import Throughput
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 
 
-def test_a_line_counts_what_has_happened_since_the_last_one() -> None:
+def test_line_counts_what_has_happened_since_the_last_one() -> None:
     clock = [0.0]
     throughput = Throughput(lambda: clock[0])
     record = Trajectory("a", [])
@@ -34,7 +34,7 @@ def test_a_line_counts_what_has_happened_since_the_last_one() -> None:
     assert throughput.line(0) == "last 10 s: 0 tokens/s, 0.0 calls/s, 1 finished, 0 in flight"
 
 
-def test_a_session_is_in_flight_only_while_it_is_answered() -> None:
+def test_session_is_in_flight_only_while_it_is_answered() -> None:
     throughput = Throughput(lambda: 0.0)
     throughput.on_event(RolloutStarted(Trajectory("a", [])))
     assert "1 in flight" in throughput.line(0)
@@ -47,7 +47,7 @@ def test_a_session_is_in_flight_only_while_it_is_answered() -> None:
     assert "0 in flight" in throughput.line(0)
 
 
-def test_an_idle_service_is_silent() -> None:
+def test_idle_service_is_silent() -> None:
     throughput = Throughput(lambda: 0.0)
     assert throughput.line(0) == ""
     throughput.on_event(RolloutStarted(Trajectory("a", [])))

@@ -48,7 +48,7 @@ def blocks_everything(heart: Heartbeat) -> str | None:
     return elsewhere(heart.look)
 
 
-def test_the_blocking_code_is_reported() -> None:
+def test_blocking_code_is_reported() -> None:
     clock = Clock()
     heart = Heartbeat(clock=clock)
     assert heart.look() is None  # it has not begun
@@ -63,7 +63,7 @@ def test_the_blocking_code_is_reported() -> None:
     assert blocks_everything(heart) is None  # once is enough
 
 
-def test_a_machine_without_a_free_processor_is_named_instead_of_the_code() -> None:
+def test_machine_without_a_free_processor_is_named_instead_of_the_code() -> None:
     clock, waits = Clock(), Clock()
     heart = Heartbeat(clock=clock, cpu_wait=waits)
     heart.beat(0.5)
@@ -85,7 +85,7 @@ def test_reports_are_rate_limited_and_omissions_counted() -> None:
     assert "(2 earlier occurrences not logged)" in (messages[3] or "")
 
 
-def test_the_largest_lag() -> None:
+def test_largest_lag() -> None:
     clock = Clock()
     heart = Heartbeat(clock=clock)
     for late_s in (0, 3, 1):
@@ -99,7 +99,7 @@ def test_the_largest_lag() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
     heart = Heartbeat(max_lag_s=0.05, logged_every_s=0)
 
     def is_found() -> bool:
@@ -122,7 +122,7 @@ async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.anyio
-async def test_the_watching_thread_ends() -> None:
+async def test_watching_thread_ends() -> None:
     def threads() -> int:
         return sum(thread.name == "watch the event loop" for thread in threading.enumerate())
 
@@ -135,7 +135,7 @@ async def test_the_watching_thread_ends() -> None:
     await eventually(lambda: threads() == 0)
 
 
-def test_a_stall_is_logged_once_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_stall_is_logged_once_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
     progress = Progress(stalls, SETTINGS, more=lambda: "servers: none")
@@ -155,7 +155,7 @@ def test_a_stall_is_logged_once_and_then_ends_the_run(caplog: pytest.LogCaptureF
             progress.look()
 
 
-def test_a_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
     progress = Progress(stalls, SETTINGS)
@@ -170,7 +170,7 @@ def test_a_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> Non
     assert later == ["progress has resumed", first, "progress has resumed"]
 
 
-def test_a_service_without_rollouts_does_not_stall(caplog: pytest.LogCaptureFixture) -> None:
+def test_service_without_rollouts_does_not_stall(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
     progress = Progress(stalls, FOR_SERVICES, may_idle=True)

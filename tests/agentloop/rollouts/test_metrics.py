@@ -30,13 +30,13 @@ def rollout(
 
 def test_repeated_after_ten_times_as_many_calls() -> None:
     errors = RaisedErrors()
-    said = [
+    stated = [
         [event.text for event in errors.add("1", [rollout(num_calls)])]
         for num_calls in (9, 3, 100, 8, 1000)
     ]
     first = f"query raised {ERROR} in 12 of 12 calls"
     again = f"query raised {ERROR} in 120 of 120 calls"
-    assert said == [[], [first], [], [again], []]
+    assert stated == [[], [first], [], [again], []]
 
 
 def test_half_of_the_calls_is_not_most() -> None:

@@ -127,7 +127,7 @@ async def grade_answer(trajectory: Trajectory, task: Task) -> Reward:
     return Reward(float(trajectory.answer), trajectory.answer, f"as {task.answer}")
 
 
-async def test_a_conversation_that_is_returned_is_graded() -> None:
+async def test_conversation_that_is_returned_is_graded() -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> Trajectory:
         await agent.chat("Think.")
@@ -154,7 +154,7 @@ async def test_grading_does_not_take_the_environments_time() -> None:
         assert episode.reward.value == 1.0
 
 
-async def test_an_environment_may_combine_a_grade_with_other_parts() -> None:
+async def test_environment_may_combine_a_grade_with_other_parts() -> None:
     @agentloop.environment
     async def brief(task: Any, agent: Agent) -> dict[str, float]:
         checker = agent.other("checker")
@@ -189,7 +189,7 @@ async def test_recorded_measurements_do_not_change_the_reward() -> None:
     assert [row.recorded for row in group.rows()] == [{"tries": 3.0, "depth": 2.0}]
 
 
-async def test_a_recorded_value_must_be_a_number() -> None:
+async def test_recorded_value_must_be_a_number() -> None:
     @agentloop.environment
     async def measures(task: Any, agent: Agent) -> float:
         agent.record(tries=math.nan)
@@ -200,7 +200,7 @@ async def test_a_recorded_value_must_be_a_number() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-async def test_a_reward_function_that_fails_ends_the_run_and_not_the_task(inside: bool) -> None:
+async def test_reward_function_that_fails_ends_the_run_and_not_the_task(inside: bool) -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> Any:
         trajectory = await agent.run("?")
@@ -236,7 +236,7 @@ class Gate:
         self.log.append("left")
 
 
-async def test_a_group_waits_until_it_may_start_before_its_time_begins() -> None:
+async def test_group_waits_until_it_may_start_before_its_time_begins() -> None:
     gate, model = Gate(), Model()
 
     @agentloop.environment
@@ -344,7 +344,7 @@ async def test_rollouts_that_begin_alike_share_their_prompt() -> None:
     assert [options["group"] for _, options in model.asked] == ["1-t"] * 3
 
 
-async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment() -> None:
+async def test_rollout_has_the_conversations_and_the_reward_of_its_environment() -> None:
     @agentloop.environment
     async def two(task: Any, agent: Agent) -> dict[str, float]:
         first = await agent.run(f"Up to {task.top}?", system="Be brief.")
@@ -401,7 +401,7 @@ def test_values_that_an_environment_may_return(value: Any, reward: float | None)
         (Reward(1.0, None, "", {"x": float("nan")}), "part 'x': .* got nan"),
     ],
 )
-def test_a_reward_that_is_no_finite_number_of_a_sane_size_is_refused(
+def test_reward_that_is_no_finite_number_of_a_sane_size_is_refused(
     value: Any, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
@@ -419,7 +419,7 @@ def test_rewards_of_numpy_become_plain_numbers() -> None:
 
 @pytest.mark.parametrize("kind", ["other agent", "turn", "token"])
 @pytest.mark.parametrize("bad", [math.nan, 1e39, "0.5"])
-async def test_a_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: Any) -> None:
+async def test_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: Any) -> None:
     @agentloop.environment
     async def rewards(task: Any, agent: Agent) -> float:
         trajectory = await agent.run("?")
@@ -446,13 +446,13 @@ async def test_a_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad
     assert lost.reward.reason.endswith(f"got {bad!r}")
 
 
-def test_a_weight_of_a_part_that_the_reward_does_not_have_is_refused() -> None:
+def test_weight_of_a_part_that_the_reward_does_not_have_is_refused() -> None:
     assert reward_of({"won": 1, "fast": 0.5}, {"fast": 2}).value == 2.0
     with pytest.raises(ValueError, match=r"weights: wonn: .* no such part; its parts: won, fast"):
         reward_of({"won": 1, "fast": 0.5}, {"wonn": 5, "fast": 2})
 
 
-async def test_a_misspelt_weight_refuses_the_task_and_is_named() -> None:
+async def test_misspelt_weight_refuses_the_task_and_is_named() -> None:
     @agentloop.environment(weights={"wonn": 5})
     async def game(task: Any, agent: Agent) -> dict[str, float]:
         await agent.run("?")
@@ -462,7 +462,7 @@ async def test_a_misspelt_weight_refuses_the_task_and_is_named() -> None:
         await run(game)
 
 
-async def test_an_environment_that_always_fails_refuses_the_task() -> None:
+async def test_environment_that_always_fails_refuses_the_task() -> None:
     @agentloop.environment
     async def broken(task: Any, agent: Agent) -> None:
         raise KeyError("board")
@@ -471,7 +471,7 @@ async def test_an_environment_that_always_fails_refuses_the_task() -> None:
         await run(broken)
 
 
-async def test_a_rollout_that_its_environment_failed_has_no_reward() -> None:
+async def test_rollout_that_its_environment_failed_has_no_reward() -> None:
     @agentloop.environment
     async def sometimes(task: Any, agent: Agent) -> float:
         trajectory = await agent.run("?")
@@ -515,7 +515,7 @@ async def test_error_without_text_costs_only_its_own_rollout_the_reward(kind: st
 
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("raises", [False, True])
-async def test_a_failure_of_the_infrastructure_is_no_reward_whatever_is_returned(
+async def test_failure_of_the_infrastructure_is_no_reward_whatever_is_returned(
     hides: bool, raises: bool
 ) -> None:
     @agentloop.environment
@@ -536,7 +536,7 @@ async def test_a_failure_of_the_infrastructure_is_no_reward_whatever_is_returned
         assert episode.reward.reason.startswith("infrastructure: ")
 
 
-async def test_an_environment_that_hangs_ends_at_its_deadline() -> None:
+async def test_environment_that_hangs_ends_at_its_deadline() -> None:
     ended: list[str] = []
 
     @agentloop.environment
@@ -557,7 +557,7 @@ async def test_an_environment_that_hangs_ends_at_its_deadline() -> None:
     assert bad.reward.reason == "the environment ran out of time (0.2 s)"
 
 
-async def test_an_environment_that_waits_for_a_thread_is_left_behind(
+async def test_environment_that_waits_for_a_thread_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.rollouts.player._GRACE_S", 0.1)
@@ -581,7 +581,7 @@ async def test_an_environment_that_waits_for_a_thread_is_left_behind(
     assert late.no_reward is NoReward.ENVIRONMENT
 
 
-async def test_a_late_reward_does_not_count() -> None:
+async def test_late_reward_does_not_count() -> None:
     @agentloop.environment
     async def is_late(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -650,7 +650,7 @@ async def test_cancelled_error_and_system_exit_fail_a_single_rollout(ends: str) 
     assert done.reward.value == 1.0
 
 
-async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
+async def test_error_that_the_agent_causes_has_the_declared_reward() -> None:
     @agentloop.environment(agent_errors={ValueError: -1.0})
     async def parses(task: Any, agent: Agent) -> float:
         if agent.id.endswith("0"):
@@ -855,7 +855,7 @@ async def test_number_of_reward_function_keeps_model_answer() -> None:
     assert (record.reward.value, record.reward.answer) == (0.5, "2")
 
 
-async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
+async def test_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
     @agentloop.environment
     async def dawdles(task: Any, agent: Agent) -> float:
         if agent.id.endswith("1"):
@@ -871,7 +871,7 @@ async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> 
 
 
 @pytest.mark.parametrize("in_group", [False, True])
-async def test_an_environment_that_ignores_its_cancellation_is_left_behind(
+async def test_environment_that_ignores_its_cancellation_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, in_group: bool
 ) -> None:
     monkeypatch.setattr("agentloop.rollouts.player._GRACE_S", 0.1)
@@ -936,7 +936,7 @@ async def test_actions_of_a_leaked_task_after_the_return_do_not_count() -> None:
     assert [(turn.reward, turn.token_rewards) for turn in early.trajectories[0]] == [(None, [])]
 
 
-async def test_an_outage_inside_a_task_group_is_the_infrastructures() -> None:
+async def test_outage_inside_a_task_group_is_the_infrastructures() -> None:
     @agentloop.environment
     async def judges(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -978,7 +978,7 @@ async def test_only_what_the_function_raises_is_an_error_of_the_agent() -> None:
     assert (parsed.reward.value, type(parsed.reward.value)) == (0.5, float)
 
 
-async def test_an_environment_that_cancels_itself_has_failed() -> None:
+async def test_environment_that_cancels_itself_has_failed() -> None:
     @agentloop.environment
     async def cancels(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -1050,7 +1050,7 @@ def test_arguments_are_checked_against_the_signature() -> None:
         ("plain:", "not of the form module:function"),
     ],
 )
-def test_a_name_that_is_no_environment_is_refused(name: str, problem: str) -> None:
+def test_name_that_is_no_environment_is_refused(name: str, problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         load(EnvSettings(name=name))
 
@@ -1067,7 +1067,7 @@ def test_only_async_functions_of_a_task_and_an_agent_are_environments() -> None:
             agentloop.environment(function)  # type: ignore[arg-type]
 
 
-def test_an_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_apart() -> None:
+def test_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_apart() -> None:
     def make(rng: Random) -> dict[str, Any]:
         return {"answer": rng.randint(1, 1000), "top": 1000}
 
@@ -1094,7 +1094,7 @@ def a_task(tasks: Any) -> Task:
     return next(open_tasks(TasksSettings(), replace(maze, tasks=tasks)))
 
 
-def test_a_task_is_plain_data_before_and_after_it_was_in_the_journal() -> None:
+def test_task_is_plain_data_before_and_after_it_was_in_the_journal() -> None:
     made = {"start": (0, 1), "prices": {1: "a"}, "size": 10**30, "at": 0.1}
     task = a_task(lambda rng: made)
     assert task == Task(**loads(dumps(asdict(task))))
@@ -1137,7 +1137,7 @@ def test_tasks_that_differ_only_in_whitespace_are_different_tasks() -> None:
     assert len({task.id for task in source.distinct}) == 3
 
 
-def test_an_error_in_a_task_function_names_its_line() -> None:
+def test_error_in_a_task_function_names_its_line() -> None:
     def make(rng: Random) -> dict[str, Any]:
         return {"word": Random().sample([], 1)}
 
@@ -1153,7 +1153,7 @@ def test_an_error_in_a_task_function_names_its_line() -> None:
         a_task(refuse)
 
 
-def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -> None:
+def test_task_function_is_refused_if_it_takes_what_the_environment_has_not() -> None:
     async def game(task: Any, agent: Agent, *, top: int = 9) -> float:
         return 1.0
 
@@ -1187,7 +1187,7 @@ def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -
         ({"agent_errors": ValueError}, "agent_errors: expected a mapping such as .*, not type"),
     ],
 )
-def test_an_argument_of_the_decorator_that_cannot_be_right_is_named(
+def test_argument_of_the_decorator_that_cannot_be_right_is_named(
     options: Any, problem: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^environment: {problem}"):
@@ -1230,7 +1230,7 @@ async def test_siblings_do_not_share_changes_of_their_arguments() -> None:
         assert [rollout.reward and rollout.reward.value for rollout in episodes] == [4, 4, 4]
 
 
-def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
+def test_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
     tmp_path: Path,
 ) -> None:
     @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9})
@@ -1245,7 +1245,7 @@ def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
     assert next(open_tasks(listed, game)).prompt in ("1 + 1?", "1 + 2?")
 
 
-async def test_a_slow_server_is_not_the_environments_fault() -> None:
+async def test_slow_server_is_not_the_environments_fault() -> None:
     @agentloop.environment
     async def twice(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -1268,7 +1268,7 @@ async def test_a_slow_server_is_not_the_environments_fault() -> None:
         assert episode.reward.reason.startswith("infrastructure: it ran out of time")
 
 
-async def test_a_conversation_goes_on_with_what_the_environment_replies() -> None:
+async def test_conversation_goes_on_with_what_the_environment_replies() -> None:
     heard: list[str] = []
 
     def hint(answer: str) -> str | None:
@@ -1292,7 +1292,7 @@ async def test_a_conversation_goes_on_with_what_the_environment_replies() -> Non
         assert episode.reward.value == 3.0
 
 
-async def test_an_environment_may_converse_message_by_message() -> None:
+async def test_environment_may_converse_message_by_message() -> None:
     ends: list[Any] = []
 
     @agentloop.environment
@@ -1324,7 +1324,7 @@ async def test_an_environment_may_converse_message_by_message() -> None:
     assert episode.reward.value == 1.0
 
 
-async def test_a_failed_conversation_is_attributed_correctly() -> None:
+async def test_failed_conversation_is_attributed_correctly() -> None:
     @agentloop.environment
     async def asks_too_much(task: Any, agent: Agent) -> float:
         async with agent.conversation() as talk:
@@ -1342,7 +1342,7 @@ async def test_a_failed_conversation_is_attributed_correctly() -> None:
     assert episode.reward.reason == "infrastructure: gone"
 
 
-async def test_a_question_that_is_given_up_ends_the_conversation() -> None:
+async def test_question_that_is_given_up_ends_the_conversation() -> None:
     @agentloop.environment
     async def impatient(task: Any, agent: Agent) -> float:
         async with agent.conversation() as talk:
@@ -1383,7 +1383,7 @@ async def test_stopped_conversations_are_recorded_and_not_trained_on() -> None:
     assert (answered.stop_reason, episode.whole) == (StopReason.ANSWERED, [answered])
 
 
-async def test_a_failure_is_recorded_with_its_reason() -> None:
+async def test_failure_is_recorded_with_its_reason() -> None:
     @agentloop.environment
     async def broken(task: Any, agent: Agent) -> float:
         if agent.id.endswith(".0"):
@@ -1411,7 +1411,7 @@ async def test_a_failure_is_recorded_with_its_reason() -> None:
         (None, "the environment gives none"),
     ],
 )
-async def test_a_rollout_without_a_conversation_has_a_record_and_no_reward(
+async def test_rollout_without_a_conversation_has_a_record_and_no_reward(
     returned: float | None, reason: str
 ) -> None:
     @agentloop.environment
@@ -1480,7 +1480,7 @@ async def test_only_other_agents_have_a_reward_that_can_be_set() -> None:
         ({"max_tokens": "9"}, "max_tokens: expected a number of at least 1, got '9'"),
     ],
 )
-async def test_an_invalid_argument_of_a_conversation_is_named(options: Any, problem: str) -> None:
+async def test_invalid_argument_of_a_conversation_is_named(options: Any, problem: str) -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> float:
         with pytest.raises(RequestError, match=f"^{problem}"):
@@ -1509,7 +1509,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
     assert episode.reward.value == 1.0
 
 
-async def test_a_failure_below_another_agent_is_one_of_the_rollout() -> None:
+async def test_failure_below_another_agent_is_one_of_the_rollout() -> None:
     @agentloop.environment
     async def hides(task: Any, agent: Agent) -> float:
         with pytest.raises(InfrastructureFailed):
@@ -1571,7 +1571,7 @@ class Lost:
     ("status", "reward"),
     [(CallStatus.OK, 1.0), (CallStatus.TIMEOUT, 0.0), (CallStatus.SANDBOX_ERROR, None)],
 )
-async def test_a_program_that_fails_is_a_result_and_a_sandbox_that_fails_is_not(
+async def test_program_that_fails_is_a_result_and_a_sandbox_that_fails_is_not(
     status: CallStatus, reward: float | None
 ) -> None:
     @agentloop.environment
@@ -1586,7 +1586,7 @@ async def test_a_program_that_fails_is_a_result_and_a_sandbox_that_fails_is_not(
     assert episode.reward.value == reward
 
 
-async def test_a_session_that_cannot_be_opened_is_no_reward() -> None:
+async def test_session_that_cannot_be_opened_is_no_reward() -> None:
     @agentloop.environment
     async def runs_program(task: Any, agent: Agent) -> float:
         async with agent.sandbox.session() as session:
@@ -1601,7 +1601,7 @@ async def test_a_session_that_cannot_be_opened_is_no_reward() -> None:
 
 
 @pytest.mark.parametrize("by", [LostBy.PROGRAM, LostBy.INFRASTRUCTURE])
-async def test_a_session_that_its_program_has_ended_is_a_result(by: LostBy) -> None:
+async def test_session_that_its_program_has_ended_is_a_result(by: LostBy) -> None:
     ended: list[CallResult] = []
 
     @agentloop.environment
@@ -1625,7 +1625,7 @@ async def test_a_session_that_its_program_has_ended_is_a_result(by: LostBy) -> N
         assert episode.reward.value is None
 
 
-def test_a_task_function_may_take_arguments_of_the_environment() -> None:
+def test_task_function_may_take_arguments_of_the_environment() -> None:
     def make(rng: Random, *, top: int, unrelated: str = "x") -> dict[str, Any]:
         return {"answer": rng.randint(1, top), "top": top, "unrelated": unrelated}
 

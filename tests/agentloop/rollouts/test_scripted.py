@@ -51,7 +51,7 @@ def halves(messages: Sequence[agentloop.Message]) -> agentloop.Message | str:
     return agentloop.call("guess", "<reason>Halve it.</reason>", number=(low + high) // 2)
 
 
-async def test_a_script_plays_a_game() -> None:
+async def test_script_plays_a_game() -> None:
     played = await agentloop.play(guess, TASK, halves)
     assert played.reward.parts["found"] == 1.0
     (trajectory,) = played.record.trajectories
@@ -60,13 +60,13 @@ async def test_a_script_plays_a_game() -> None:
     assert [result.content for result in trajectory.results] == ["lower", "higher", "right"]
 
 
-async def test_a_script_keeps_to_the_number_of_turns() -> None:
+async def test_script_keeps_to_the_number_of_turns() -> None:
     played = await agentloop.play(guess, TASK, halves, budget=agentloop.Budget(max_turns=2))
     assert played.reward.parts["found"] == 0.0
     assert played.record.trajectories[0].stop_reason is agentloop.StopReason.TURN_BUDGET
 
 
-async def test_the_dialogues_can_be_learned_from(tmp_path: Path) -> None:
+async def test_dialogues_can_be_learned_from(tmp_path: Path) -> None:
     played = await agentloop.play(guess, TASK, halves)
     chat = ChatFormat.load(SMALL)
     file = tmp_path / "dialogues.jsonl"
@@ -101,9 +101,7 @@ def test_shop_can_only_be_read(sql: str, error: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNABLE)
-async def test_an_examples_teacher_is_understood_and_wins_sometimes(
-    name: str, tmp_path: Path
-) -> None:
+async def test_examples_teacher_is_understood_and_wins_sometimes(name: str, tmp_path: Path) -> None:
     environment, part, tools = LEARNABLE[name]
     make_task = cast("Callable[[Random], Mapping[str, Any]]", environment.tasks)
     assert environment.teacher is not None
@@ -126,7 +124,7 @@ async def test_an_examples_teacher_is_understood_and_wins_sometimes(
         trajectories_of(chat, dialogue, max_tool_response_tokens=64)
 
 
-async def test_a_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None:
+async def test_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None:
     task = task_of(TASK)
     play = partial(
         play_teacher,
@@ -139,12 +137,12 @@ async def test_a_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None
     async with Grader() as grader:
         cut = await play(grader=grader, budget=agentloop.Budget(max_turns=3))
         assert cut.dialogues == []
-        whole = await play(grader=grader, budget=agentloop.Budget(max_turns=4))
-    (dialogue,) = whole.dialogues
+        complete = await play(grader=grader, budget=agentloop.Budget(max_turns=4))
+    (dialogue,) = complete.dialogues
     assert dialogue["messages"][-1]["content"].endswith("It is 37.")
 
 
-async def test_a_tool_that_an_environment_names_must_be_given() -> None:
+async def test_tool_that_an_environment_names_must_be_given() -> None:
     def clerk(messages: Sequence[agentloop.Message]) -> str:
         return "Shelf 1."
 
@@ -152,7 +150,7 @@ async def test_a_tool_that_an_environment_names_must_be_given() -> None:
         await agentloop.play(find, {"prompt": "Find parcel 5.", "answer": "1"}, clerk)
 
 
-async def test_a_script_plays_all_agents_and_replies() -> None:
+async def test_script_plays_all_agents_and_replies() -> None:
     def play_both(messages: Sequence[agentloop.Message]) -> str:
         return "yes" if "Is this right?" in messages[-1]["content"] else "I say 6."
 
@@ -172,7 +170,7 @@ async def test_a_script_plays_all_agents_and_replies() -> None:
     assert (await agentloop.play(talk, TASK, echo)).reward.value == 3.0
 
 
-async def test_an_environment_that_fails_says_so() -> None:
+async def test_environment_that_fails_says_so() -> None:
     @agentloop.environment
     async def broken(task: Any, agent: agentloop.Agent) -> float:
         return float(task.nothing)
@@ -181,7 +179,7 @@ async def test_an_environment_that_fails_says_so() -> None:
         await agentloop.play(broken, TASK, halves)
 
 
-async def test_the_environment_is_told_answers_without_reasoning() -> None:
+async def test_environment_is_told_answers_without_reasoning() -> None:
     answers: list[str] = []
 
     @agentloop.environment

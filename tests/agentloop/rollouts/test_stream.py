@@ -69,7 +69,7 @@ async def test_groups_are_yielded_as_they_finish() -> None:
             assert (await anext(groups)).index == index
 
 
-async def test_a_slow_reader_applies_backpressure() -> None:
+async def test_slow_reader_applies_backpressure() -> None:
     source = Source(100)
     async with finished_groups(source, run, wait_for_capacity, max_open=3) as groups:
         await anyio.wait_all_tasks_blocked()
@@ -79,7 +79,7 @@ async def test_a_slow_reader_applies_backpressure() -> None:
         assert source.num_asked == 4
 
 
-async def test_the_source_is_not_read_without_capacity() -> None:
+async def test_source_is_not_read_without_capacity() -> None:
     source, free = Source(3), anyio.Event()
     async with finished_groups(source, run, free.wait, max_open=3) as groups:
         await anyio.wait_all_tasks_blocked()
@@ -88,7 +88,7 @@ async def test_the_source_is_not_read_without_capacity() -> None:
         assert len([group async for group in groups]) == 3
 
 
-async def test_a_task_that_cannot_run_is_reported_and_the_others_continue() -> None:
+async def test_task_that_cannot_run_is_reported_and_the_others_continue() -> None:
     async def picky(task: str, queued: anyio.Event) -> list[Trajectory]:
         if task == "task 1":
             raise RequestError("too long")
@@ -168,7 +168,7 @@ async def test_max_open_must_be_positive() -> None:
             pass
 
 
-async def test_the_next_task_is_requested_once_the_last_one_is_queued() -> None:
+async def test_next_task_is_requested_once_the_last_one_is_queued() -> None:
     """Capacity accounts for queued groups, so it must be checked after the last one is queued."""
     source, in_line, end = Source(3), anyio.Event(), anyio.Event()
 

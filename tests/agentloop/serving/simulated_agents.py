@@ -182,9 +182,9 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     if message["content"] is not None:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
-        given = json.loads(call["function"]["arguments"])
+        inputs = json.loads(call["function"]["arguments"])
         name = call["function"]["name"]
-        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": inputs})
     return blocks
 
 
@@ -391,9 +391,9 @@ class SimulatedAgent:
     def _rewritten(self, answer: Message) -> Message:
         """Return a message as a client might send it back; for the model it is the same."""
         for call in answer.get("tool_calls", ()):
-            given = json.loads(call["function"]["arguments"])
+            inputs = json.loads(call["function"]["arguments"])
             indent = self.random.choice((None, 1, 3))
-            call["function"]["arguments"] = json.dumps(given, indent=indent)
+            call["function"]["arguments"] = json.dumps(inputs, indent=indent)
         if self.random.random() < 0.6:
             answer.pop("reasoning_content", None)
         return answer

@@ -27,8 +27,8 @@ def status(
     authorization: str | None = None,
     path: str = "/v1/models",
 ) -> int:
-    given = {"Host": host, "Origin": origin, "Authorization": authorization}
-    headers = {name: value for name, value in given.items() if value is not None}
+    inputs = {"Host": host, "Origin": origin, "Authorization": authorization}
+    headers = {name: value for name, value in inputs.items() if value is not None}
     refusal = ApiGuard(settings).refusal(path, headers)
     return 200 if refusal is None else refusal[0]
 
@@ -115,7 +115,7 @@ def test_with_a_token_any_host_is_accepted_but_no_foreign_origin(settings: Serve
     assert status(settings, "node-4:8000", "https://evil.example", BEARER) == 403
 
 
-def test_a_dns_rebinding_page_lacks_the_token() -> None:
+def test_dns_rebinding_page_lacks_the_token() -> None:
     """The page's host resolves to this machine, so Host and Origin agree; the token is missing."""
     assert status(SECRET, "evil.example:8000", "http://evil.example:8000") == 401
     assert status(LOCAL, "evil.example:8000", "http://evil.example:8000") == 403
@@ -139,7 +139,7 @@ def test_loopback_hosts(host: str, expected: bool) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
-async def test_the_reported_address_can_be_opened(host: str) -> None:
+async def test_reported_address_can_be_opened(host: str) -> None:
     settings = ServeSettings(host=host, port=0, token=pydantic.SecretStr("x"))
     app = web.Application(middlewares=[ApiGuard(settings).middleware])
     with bind(settings) as bound:
@@ -157,12 +157,12 @@ async def test_the_reported_address_can_be_opened(host: str) -> None:
         ("a.example", "http://a.example:8"),
     ],
 )
-def test_the_url_of_a_service(host: str, url: str) -> None:
+def test_url_of_a_service(host: str, url: str) -> None:
     assert url_at(host, 8) == url
 
 
 @pytest.mark.anyio
-async def test_a_refusal_reaches_no_handler_and_has_openais_format() -> None:
+async def test_refusal_reaches_no_handler_and_has_openais_format() -> None:
     reached = []
 
     async def handler(request: web.Request) -> web.Response:

@@ -119,15 +119,15 @@ async def service(
     env: agentloop.Environment | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
-    given = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
+    inputs = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
     router = PlayedRouter(*turns)
-    runtime = PlayedRuntime(given, router, chat)
+    runtime = PlayedRuntime(inputs, router, chat)
     agent: ServedAgent | None = None
     if env is not None:
         task = Task("t", "Play.", "42", extra={"top": 100})
-        agent = ServedAgent(env, runtime, task, given.sampling, given.budget)
-    app = AgentService(runtime, given, record, agent)
-    with bind(given.serve) as bound:
+        agent = ServedAgent(env, runtime, task, inputs.sampling, inputs.budget)
+    app = AgentService(runtime, inputs, record, agent)
+    with bind(inputs.serve) as bound:
         async with listening(app, bound) as url, http_session() as http:
             yield Service(url, router, http)
 
@@ -164,7 +164,7 @@ async def test_openais_client_gets_its_answer_streamed_and_whole() -> None:
     assert at.router.num_open == 0
 
 
-async def test_a_clients_own_tools_make_the_round_trip() -> None:
+async def test_clients_own_tools_make_the_round_trip() -> None:
     call = call_text("theirs", {"n": 2**70})
     async with service(says(call), says("done")) as at, client(at) as asks:
         first = await asks.chat.completions.create(model="fake", messages=HELLO, tools=[THEIRS])
@@ -214,7 +214,7 @@ async def test_bad_input_has_a_clear_answer(body: Any, status: int, error: str) 
     assert at.router.asked == []
 
 
-async def test_an_unknown_path_gets_a_json_error_that_lists_the_routes() -> None:
+async def test_unknown_path_gets_a_json_error_that_lists_the_routes() -> None:
     async with service() as at:
         async with at.post("/v1/embeddings", {"input": "hello"}) as response:
             assert (response.status, response.content_type) == (404, "application/json")
@@ -249,16 +249,16 @@ async def test_errors_have_the_codes_that_clients_look_for(
 
 async def test_every_answer_has_a_request_id() -> None:
     async with service(says("It"), says("It"), serve={"port": 0, "token": "t"}) as at:
-        given = {"Authorization": "Bearer t", "X-Request-Id": "my-request.1"}
+        inputs = {"Authorization": "Bearer t", "X-Request-Id": "my-request.1"}
         requests = [("/v1/chat/completions", stream) for stream in (True, False)]
         for path, stream in [*requests, ("/nowhere", False)]:
             body = json.dumps({"messages": HELLO, "stream": stream})
-            async with at.http.post(at.url + path, data=body, headers=given) as response:
+            async with at.http.post(at.url + path, data=body, headers=inputs) as response:
                 assert response.headers["x-request-id"] == "my-request.1"
-        given = {"X-Request-Id": "no id \u00e9"}
+        inputs = {"X-Request-Id": "no id \u00e9"}
         request_ids = set()
         for path in ("/health", "/healthz", "/v1/models"):  # the last is refused
-            async with at.http.get(at.url + path, headers=given) as response:
+            async with at.http.get(at.url + path, headers=inputs) as response:
                 assert response.status == (401 if path == "/v1/models" else 200)
                 request_ids.add(response.headers["x-request-id"])
         assert len(request_ids) == 3
@@ -270,7 +270,7 @@ async def test_get_routes_accept_head(path: str) -> None:
         assert response.status == 200
 
 
-async def test_a_stream_has_as_many_choices_as_were_asked_for() -> None:
+async def test_stream_has_as_many_choices_as_were_asked_for() -> None:
     async with service(*[says("It is 1776.")] * 3) as at, client(at) as asks:
         stream = await asks.chat.completions.create(
             model="fake",
@@ -323,7 +323,7 @@ REFUSED: Any = {
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages: reserved"),
     ],
 )
-async def test_a_constraint_that_cannot_be_kept_is_a_bad_request(
+async def test_constraint_that_cannot_be_kept_is_a_bad_request(
     options: Any, reason: str, stream: bool
 ) -> None:
     refusal = RequestError("http://fake: Failed to compile structural_tag grammar: nope")
@@ -372,7 +372,7 @@ async def test_variables_of_the_template_decide_whether_a_turn_begins_in_a_thoug
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_constrained_stream_equals_a_free_one(n: int) -> None:
+async def test_constrained_stream_equals_a_free_one(n: int) -> None:
     async with service(*[says('{"n": 3}')] * (2 * n)) as at:
         streams = []
         for options in ({}, {"response_format": {"type": "json_object"}}):
@@ -396,7 +396,7 @@ async def test_a_constrained_stream_equals_a_free_one(n: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_choice_that_fails_fails_the_request(stream: bool) -> None:
+async def test_choice_that_fails_fails_the_request(stream: bool) -> None:
     async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
         body = {"messages": HELLO, "stream": stream, "n": 3}
         async with at.post("/v1/chat/completions", body) as response:
@@ -408,7 +408,7 @@ async def test_a_choice_that_fails_fails_the_request(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_sequence_ends_the_answer_and_the_generation(stream: bool) -> None:
+async def test_stop_sequence_ends_the_answer_and_the_generation(stream: bool) -> None:
     script = says("hello world, what STOP is 37")
     async with service([*script[:-1], anyio.sleep_forever]) as at:
         body = {"messages": HELLO, "stream": stream, "stop": ["nope", " STOP is"]}
@@ -460,7 +460,7 @@ async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_infrastructure_failure_is_no_answer(stream: bool) -> None:
+async def test_infrastructure_failure_is_no_answer(stream: bool) -> None:
     script: list[Step] = [*says("It")[:1], ServerUnavailable("gone")]
     async with service(script) as at:
         body = {"messages": HELLO, "stream": stream}
@@ -473,7 +473,7 @@ async def test_an_infrastructure_failure_is_no_answer(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/rollouts", "stream"])
-async def test_a_client_that_leaves_cancels_what_it_asked_for(path: str) -> None:
+async def test_client_that_leaves_cancels_what_it_asked_for(path: str) -> None:
     is_running = anyio.Event()
 
     async def hang() -> None:
@@ -514,7 +514,7 @@ async def test_rollouts_come_as_lines_each_as_it_ends() -> None:
         assert len(trajectory["ids"]) == len(trajectory["mask"]) == len(trajectory["logprobs"])
 
 
-async def test_the_samples_of_a_prompt_are_siblings_with_seeds_of_their_own() -> None:
+async def test_samples_of_a_prompt_are_siblings_with_seeds_of_their_own() -> None:
     async with service(*[says("done")] * 4) as at:
         body = {"prompts": ["one", "two"], "n": 2, "sampling": {"seed": 5}}
         async with at.post("/v1/rollouts", body) as response:
@@ -528,7 +528,7 @@ async def test_the_samples_of_a_prompt_are_siblings_with_seeds_of_their_own() ->
         assert sorted(at.router.forgotten_groups) == sorted(groups)
 
 
-async def test_a_large_integer_in_a_call_does_not_break_the_lines() -> None:
+async def test_large_integer_in_a_call_does_not_break_the_lines() -> None:
     async with service(says(call_text("nope", {"n": 2**70})), says("done"), says("done")) as at:
         body = {"prompts": ["one", "two"], "budget": {"max_turns": 2}}
         async with at.post("/v1/rollouts", body) as response:
@@ -537,7 +537,7 @@ async def test_a_large_integer_in_a_call_does_not_break_the_lines() -> None:
     assert call["arguments"] == {"n": 2**70}
 
 
-async def test_a_token_is_asked_for_where_one_is_set() -> None:
+async def test_token_is_asked_for_where_one_is_set() -> None:
     async with service(serve={"port": 0, "token": "s3cret"}) as at:
         async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:
             assert response.status == 401
@@ -571,7 +571,7 @@ async def test_our_own_mistake_has_openais_form_too(caplog: pytest.LogCaptureFix
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_port_in_use_is_told_before_anything_starts() -> None:
+def test_port_in_use_is_told_before_anything_starts() -> None:
     with bind(ServeSettings(port=0)) as bound:
         with pytest.raises(SettingsError, match=r"serve\.port: cannot listen"):
             bind(ServeSettings(port=bound.getsockname()[1]))
@@ -601,7 +601,7 @@ def test_settings_given_in_python_are_named_where_they_are_wrong(
         Runtime(**values)
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+async def test_body_that_does_not_come_is_not_waited_for() -> None:
     async with service(serve={"port": 0, "io_timeout_s": 0.1}) as at:
         host, port = at.url.removeprefix("http://").split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
@@ -624,7 +624,7 @@ NO_GZIP = "Host: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\
         f"POST /api/ask HTTP/1.1\r\n{NO_GZIP}".encode(),
     ],
 )
-async def test_a_malformed_http_request_gets_status_400_and_is_not_logged(
+async def test_malformed_http_request_gets_status_400_and_is_not_logged(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service() as at:
@@ -636,7 +636,7 @@ async def test_a_malformed_http_request_gets_status_400_and_is_not_logged(
     assert not caplog.records
 
 
-async def test_a_client_that_reads_nothing_is_not_waited_for(
+async def test_client_that_reads_nothing_is_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ids = ids_of(CHAT, "hello world, " * 4000 + END)
@@ -666,9 +666,9 @@ async def test_waits_are_listed() -> None:
     assert answer["servers"][0]["state"] == "healthy"
 
 
-async def test_the_document_has_the_routes_that_there_are() -> None:
-    given = Settings.model_validate({"tools": []})
-    app = AgentService(PlayedRuntime(given, PlayedRouter()), given).build()
+async def test_document_has_the_routes_that_there_are() -> None:
+    inputs = Settings.model_validate({"tools": []})
+    app = AgentService(PlayedRuntime(inputs, PlayedRouter()), inputs).build()
     routes = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
@@ -716,7 +716,7 @@ async def test_rollouts_that_cannot_be_are_refused_by_the_field(body: Any, messa
     assert error["param"] == message.partition(":")[0]
 
 
-async def test_the_error_of_a_refusing_server_names_no_field() -> None:
+async def test_error_of_a_refusing_server_names_no_field() -> None:
     refused = RequestError("http://fake:1: it is too much")
     async with service([refused]) as at:
         async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:

@@ -64,7 +64,7 @@ async def test_openais_client_converses_in_a_session() -> None:
         assert at.router.asked[1].ids == record["ids"][: -len(record["turns"][1]["output_ids"])]
 
 
-async def test_the_clients_of_three_protocols_share_one_record() -> None:
+async def test_clients_of_three_protocols_share_one_record() -> None:
     async with service(says("one"), says("two"), says("three")) as at, open_session(at) as session:
         chat = {"messages": [{"role": "user", "content": "a"}]}
         async with at.http.post(f"{session['base_url']}/chat/completions", json=chat) as answer:
@@ -87,7 +87,7 @@ async def test_the_clients_of_three_protocols_share_one_record() -> None:
         ]
 
 
-async def test_a_response_is_continued_by_its_id_in_its_own_session_only() -> None:
+async def test_response_is_continued_by_its_id_in_its_own_session_only() -> None:
     async with (
         service(says("one"), says("two")) as at,
         open_session(at) as mine,
@@ -125,7 +125,7 @@ async def test_plain_requests_name_the_agent_or_the_bare_model() -> None:
             )
 
 
-async def test_a_malformed_call_of_the_bare_model_is_text() -> None:
+async def test_malformed_call_of_the_bare_model_is_text() -> None:
     broken = "<tool_call>\n{oops\n</tool_call>"
     async with (
         service(says(f"I try. {broken}"), says(f"I try. {broken}")) as at,
@@ -156,7 +156,7 @@ async def test_anthropics_protocol_gets_its_errors_and_its_key() -> None:
             assert (await answer.json())["error"]["type"] == "not_found_error"
 
 
-async def test_a_sessions_key_replaces_the_token_and_nothing_else_does() -> None:
+async def test_sessions_key_replaces_the_token_and_nothing_else_does() -> None:
     async with service(says("hi"), **SECRET) as at:
         async with at.post("/v1/sessions", {}) as answer:
             assert answer.status == 401
@@ -171,7 +171,7 @@ async def test_a_sessions_key_replaces_the_token_and_nothing_else_does() -> None
         assert session["name"] not in session["url"]  # the public name is no key
 
 
-async def test_a_closed_session_is_gone() -> None:
+async def test_closed_session_is_gone() -> None:
     async with service(says("hi")) as at:
         async with open_session(at) as session:
             pass
@@ -196,7 +196,7 @@ async def test_tokens_are_counted_without_a_server() -> None:
         assert (await answer.json())["input_tokens"] > 3
 
 
-async def test_a_session_that_a_page_ends_has_a_stop_reason() -> None:
+async def test_session_that_a_page_ends_has_a_stop_reason() -> None:
     async with service(says("hi")) as at:
         async with open_session(at) as session:
             url = f"{session['base_url']}/chat/completions"

@@ -20,7 +20,7 @@ from tests.agentloop.serving.test_bare_model import open_session, trajectories
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_bug_is_logged_without_the_sessions_key(
+async def test_bug_is_logged_without_the_sessions_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(*arguments: Any) -> None:
@@ -37,7 +37,7 @@ async def test_a_bug_is_logged_without_the_sessions_key(
         assert session["url"].rpartition("/")[2] not in caplog.text
 
 
-async def test_a_response_can_be_continued_as_soon_as_its_client_has_it(
+async def test_response_can_be_continued_as_soon_as_its_client_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with service(says("one"), says("two")) as at, open_session(at) as session:
@@ -62,7 +62,7 @@ async def test_a_response_can_be_continued_as_soon_as_its_client_has_it(
         assert len(await trajectories(at, session)) == 1
 
 
-async def test_a_session_has_so_many_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_session_has_so_many_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.agent.sessions.session._MAX_IN_FLIGHT", 2)
     release = anyio.Event()
     turns = [[release.wait, *says("hi")] for _ in range(3)]
@@ -99,7 +99,7 @@ def test_responses_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) 
         store["c"]
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_stream_has_its_tokens_recorded() -> None:
+async def test_client_that_leaves_in_the_middle_of_a_stream_has_its_tokens_recorded() -> None:
     turn = [*says("one two three")[:-1], anyio.sleep_forever]
     async with service(turn) as at, open_session(at) as session:
         body = {"messages": HELLO, "stream": True}

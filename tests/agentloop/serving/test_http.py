@@ -18,7 +18,7 @@ from agentloop.serving.http import error_of
         (ServerError("url: is down"), 503, "server_error", None, None),
     ],
 )  # fmt: skip
-def test_an_error_has_its_status_and_names_the_field(
+def test_error_has_its_status_and_names_the_field(
     error: AgentLoopError, status: int, kind: str, param: str | None, code: str | None
 ) -> None:
     error_status, body = error_of(error)

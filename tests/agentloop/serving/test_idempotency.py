@@ -60,7 +60,7 @@ def without_times(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("protocol", BODIES)
-async def test_a_retry_gets_the_same_answer(protocol: str) -> None:
+async def test_retry_gets_the_same_answer(protocol: str) -> None:
     async with service(says("one"), says("two")) as at, open_session(at) as session:
         url = f"{session['url']}/v1/{protocol}"
         first = await answer(at, url, BODIES[protocol])
@@ -72,7 +72,7 @@ async def test_a_retry_gets_the_same_answer(protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", BODIES)
-async def test_a_stream_is_repeated(protocol: str) -> None:
+async def test_stream_is_repeated(protocol: str) -> None:
     body = {**BODIES[protocol], "stream": True}
     async with service(says("<think>hm</think>one")) as at, open_session(at) as session:
         url = f"{session['url']}/v1/{protocol}"
@@ -86,7 +86,7 @@ async def test_a_stream_is_repeated(protocol: str) -> None:
         assert without_times(again[-1]) == without_times(first[-1])
 
 
-async def test_a_repeated_response_can_be_continued_by_its_id() -> None:
+async def test_repeated_response_can_be_continued_by_its_id() -> None:
     async with service(says("one"), says("two")) as at, open_session(at) as session:
         url = f"{session['base_url']}/responses"
         await answer(at, url, {"input": "a"})
@@ -96,7 +96,7 @@ async def test_a_repeated_response_can_be_continued_by_its_id() -> None:
         assert len(record["turns"]) == 2
 
 
-async def test_a_key_of_another_request_is_refused() -> None:
+async def test_key_of_another_request_is_refused() -> None:
     async with service(says("one")) as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
         await answer(at, url, {"messages": HELLO})
@@ -107,7 +107,7 @@ async def test_a_key_of_another_request_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256])
-async def test_an_invalid_key_is_refused(key: str) -> None:
+async def test_invalid_key_is_refused(key: str) -> None:
     async with (
         service() as at,
         open_session(at) as session,
@@ -119,7 +119,7 @@ async def test_an_invalid_key_is_refused(key: str) -> None:
         assert "Idempotency-Key" in (await refused.json())["error"]["message"]
 
 
-async def test_a_retry_waits_for_the_attempt_in_flight() -> None:
+async def test_retry_waits_for_the_attempt_in_flight() -> None:
     gate = anyio.Event()
     answers: list[Any] = []
     async with service([gate.wait, *says("one")]) as at, open_session(at) as session:
@@ -138,7 +138,7 @@ async def test_a_retry_waits_for_the_attempt_in_flight() -> None:
         assert len(at.router.asked) == 1
 
 
-async def test_an_answer_that_was_cut_off_is_sampled_anew() -> None:
+async def test_answer_that_was_cut_off_is_sampled_anew() -> None:
     gate = anyio.Event()
     hangs: list[Step] = [*chunks([1, 2], end=None), gate.wait]
     body = {"messages": HELLO, "stream": True}
@@ -156,7 +156,7 @@ async def test_an_answer_that_was_cut_off_is_sampled_anew() -> None:
         assert len(complete["turns"]) == 1
 
 
-async def test_an_error_is_not_remembered() -> None:
+async def test_error_is_not_remembered() -> None:
     async with (
         service([RequestError("x: refused")], says("two")) as at,
         open_session(at) as session,
@@ -168,7 +168,7 @@ async def test_an_error_is_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-async def test_an_answer_whose_client_has_left_is_kept_for_a_retry_only(
+async def test_answer_whose_client_has_left_is_kept_for_a_retry_only(
     has_key: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with service(says("one"), says("two")) as at, open_session(at) as session:
@@ -228,7 +228,7 @@ async def attempt(answers: IdempotentAnswers, key: str, num_ids: int = 1) -> boo
     return not ran
 
 
-async def test_the_oldest_answers_are_forgotten() -> None:
+async def test_oldest_answers_are_forgotten() -> None:
     answers = IdempotentAnswers(max_answers=2)
     for key in ("a", "b", "a", "c"):
         await attempt(answers, key)

@@ -35,7 +35,7 @@ async def client(at: Service, *, mode: str = "auto", token: str = "") -> AsyncIt
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
-async def test_an_mcp_client_asks_the_agent(mode: str) -> None:
+async def test_mcp_client_asks_the_agent(mode: str) -> None:
     async with service(says("It is 1776.")) as at, client(at, mode=mode) as asks:
         (tool,) = (await asks.list_tools()).tools
         assert tool.name == "ask_agent"
@@ -57,23 +57,21 @@ async def test_an_mcp_client_asks_the_agent(mode: str) -> None:
         ("ask_agent", {"question": "a " * 100_000}, "maximum context length"),
     ],
 )
-async def test_a_wrong_call_is_an_error_of_the_tool(
-    name: str, arguments: Any, message: str
-) -> None:
+async def test_wrong_call_is_an_error_of_the_tool(name: str, arguments: Any, message: str) -> None:
     async with service() as at, client(at) as asks:
         result = await asks.call_tool(name, arguments)
         assert result.is_error
         assert message in result.content[0].text
 
 
-async def test_a_failed_rollout_is_an_error_of_the_tool() -> None:
+async def test_failed_rollout_is_an_error_of_the_tool() -> None:
     async with service([ServerUnavailable("no server is left")]) as at, client(at) as asks:
         result = await asks.call_tool("ask_agent", {"question": "What is 37 times 48?"})
         assert result.is_error
         assert "no server is left" in result.content[0].text
 
 
-async def test_a_client_that_disconnects_ends_its_rollout() -> None:
+async def test_client_that_disconnects_ends_its_rollout() -> None:
     async with service([anyio.sleep_forever]) as at, anyio.create_task_group() as tasks:
 
         async def ask() -> None:
@@ -87,7 +85,7 @@ async def test_a_client_that_disconnects_ends_its_rollout() -> None:
             await eventually(lambda: at.router.num_open == 0)
 
 
-async def test_the_guard_holds() -> None:
+async def test_guard_holds() -> None:
     body = json.dumps(LIST).encode()
     async with service(serve={"port": 0, "token": "s3cret"}) as at:
         async with at.http.post(f"{at.url}/mcp", data=body, headers=ACCEPT) as response:

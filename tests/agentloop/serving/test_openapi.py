@@ -46,7 +46,7 @@ def test_operation_ids_are_unique() -> None:
     assert all(name.isidentifier() for name in names)
 
 
-def test_a_token_is_required_if_set() -> None:
+def test_token_is_required_if_set() -> None:
     without, with_one = make_document(), make_document(has_token=True)
     assert "401" not in json.dumps(without)
     assert "securitySchemes" not in without["components"]
@@ -77,7 +77,7 @@ def test_streams_are_described() -> None:
     assert lines["application/x-ndjson"]["schema"]["items"]["$ref"].endswith("/RolloutLine")
 
 
-def test_a_trajectory_has_the_fields_that_are_sent() -> None:
+def test_trajectory_has_the_fields_that_are_sent() -> None:
     call = ToolCall("c", "n", {}, "raw", 0, 1)
     sent = Trajectory("t", [1], [Turn([2], [0.5], calls=[call])]).to_dict_per_token()
     schemas = make_document()["components"]["schemas"]
@@ -109,6 +109,6 @@ def test_a_trajectory_has_the_fields_that_are_sent() -> None:
         ),
     ],
 )
-def test_a_request_is_described_as_it_is_checked(field: str, schema: dict[str, Any]) -> None:
+def test_request_is_described_as_it_is_checked(field: str, schema: dict[str, Any]) -> None:
     described = make_document()["components"]["schemas"]["ChatRequest"]["properties"][field]
     assert {key: described[key] for key in schema} == schema

@@ -39,7 +39,7 @@ def plain_deflate(body: bytes) -> bytes:
     return made.compress(body) + made.flush()
 
 
-async def test_a_body_may_be_compressed() -> None:
+async def test_body_may_be_compressed() -> None:
     body = json.dumps({"messages": HELLO}).encode()
     encoded = {"gzip": gzip.compress(body), "x-gzip": gzip.compress(body)}
     async with service(*([says("hi")] * 5)) as at:
@@ -72,7 +72,7 @@ async def test_what_cannot_be_decoded_is_refused_in_the_documented_form() -> Non
         ("messages", b"event: ping\n"),
     ],
 )
-async def test_a_stream_says_that_it_lives_while_nothing_is_sampled(
+async def test_stream_says_that_it_lives_while_nothing_is_sampled(
     path: str, ping: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "_PING_S", 0.01)
@@ -88,7 +88,7 @@ async def test_a_stream_says_that_it_lives_while_nothing_is_sampled(
                 assert b"hi" in await response.read()
 
 
-async def test_an_error_after_pings_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_after_pings_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_PING_S", 0.01)
     waiting = anyio.Event()
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
@@ -115,10 +115,10 @@ async def test_items_of_a_response_are_named_by_their_ids() -> None:
         again = {**body, "input": [question, *references, result]}
         async with at.post("/v1/responses", again) as response:
             assert response.status == 200
-        whole = {**body, "input": [question, *output, result]}
+        complete = {**body, "input": [question, *output, result]}
         prompts = [CHAT.decode(generation.ids) for generation in at.router.asked]
         at.router.play(says("done"))
-        async with at.post("/v1/responses", whole) as response:
+        async with at.post("/v1/responses", complete) as response:
             assert response.status == 200
         assert CHAT.decode(at.router.asked[-1].ids) == prompts[1]
         unknown = {**body, "input": [question, {"type": "item_reference", "id": "rs_x"}]}
@@ -128,7 +128,7 @@ async def test_items_of_a_response_are_named_by_their_ids() -> None:
             assert message.startswith("input[1].id: 'rs_x' is not known here")
 
 
-async def test_an_error_for_anthropics_clients_has_the_requests_id() -> None:
+async def test_error_for_anthropics_clients_has_the_requests_id() -> None:
     async with service([ServerUnavailable("down")]) as at:
         async with at.post("/v1/messages", {"model": "fake"}) as response:
             assert (await response.json())["request_id"] == response.headers["Request-Id"]
@@ -147,7 +147,7 @@ async def test_penalties_are_passed_on_for_the_agent() -> None:
             assert at.router.asked[-1].parameters == penalties
 
 
-async def test_an_image_in_a_tools_result_does_not_end_a_conversation() -> None:
+async def test_image_in_a_tools_result_does_not_end_a_conversation() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     use = {"type": "tool_use", "id": "c1", "name": "theirs", "input": {}}
     anthropic = {
@@ -180,7 +180,7 @@ async def test_an_image_in_a_tools_result_does_not_end_a_conversation() -> None:
             assert "omitted: the model reads text only]" in CHAT.decode(at.router.asked[-1].ids)
 
 
-async def test_an_image_of_a_user_is_refused_by_name() -> None:
+async def test_image_of_a_user_is_refused_by_name() -> None:
     parts: dict[str, tuple[str, dict[str, Any]]] = {
         "chat/completions": ("messages", {"type": "image_url", "image_url": {"url": "data:,x"}}),
         "responses": ("input", {"type": "input_image", "image_url": "data:,x"}),
@@ -196,17 +196,17 @@ async def test_an_image_of_a_user_is_refused_by_name() -> None:
                 assert message.startswith(f'{field}[0].content[0].type: "{part["type"]}" is not')
 
 
-async def test_a_page_of_a_listed_site_may_call_the_service() -> None:
+async def test_page_of_a_listed_site_may_call_the_service() -> None:
     site = "https://app.example"
     serve = {"port": 0, "token": "s3cret", "allowed_hosts": ["app.example"]}
-    asked = {
+    requests = {
         "Origin": site,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization, content-type",
     }
     async with service(says("hi"), serve=serve) as at:
         path = f"{at.url}/v1/chat/completions"
-        async with at.http.options(path, headers=asked) as response:
+        async with at.http.options(path, headers=requests) as response:
             assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (204, site)
             assert response.headers["Access-Control-Allow-Methods"] == "POST"
             assert response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
@@ -216,15 +216,15 @@ async def test_a_page_of_a_listed_site_may_call_the_service() -> None:
         body = {"messages": HELLO, "stream": True}
         async with at.http.post(path, json=body, headers=sent) as response:
             assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (200, site)
-        other = {**asked, "Origin": "https://other.example"}
-        async with at.http.options(path, headers=other) as response:
+        second = {**requests, "Origin": "https://other.example"}
+        async with at.http.options(path, headers=second) as response:
             assert response.status == 403
             assert "Access-Control-Allow-Origin" not in response.headers
         async with at.http.get(f"{at.url}/v1/models", headers={"Api-Key": "s3cret"}) as response:
             assert response.status == 200
 
 
-async def test_a_call_without_arguments_is_the_same_in_every_protocol() -> None:
+async def test_call_without_arguments_is_the_same_in_every_protocol() -> None:
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
     output = {"type": "function_call_output", "call_id": "c1", "output": None}
     bodies: list[tuple[str, dict[str, Any]]] = []
@@ -236,9 +236,9 @@ async def test_a_call_without_arguments_is_the_same_in_every_protocol() -> None:
         call = {"type": "function_call", "call_id": "c1", "name": "theirs", "arguments": nothing}
         bodies.append(("responses", {"input": [*HELLO, call, output]}))
         function = {"name": "theirs", "arguments": nothing}
-        asked = {"role": "assistant", "tool_calls": [{"id": "c1", "function": function}]}
+        requests = {"role": "assistant", "tool_calls": [{"id": "c1", "function": function}]}
         answered = {"role": "tool", "tool_call_id": "c1", "content": None}
-        bodies.append(("chat/completions", {"messages": [*HELLO, asked, answered]}))
+        bodies.append(("chat/completions", {"messages": [*HELLO, requests, answered]}))
     async with service(*([says("hi")] * len(bodies))) as at:
         for path, body in bodies:
             async with at.post(f"/v1/{path}", body) as response:

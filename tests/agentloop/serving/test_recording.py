@@ -22,7 +22,7 @@ def groups(folder: RunFolder) -> list[list[dict[str, Any]]]:
     return [folder.read_group(str(path.relative_to(folder.path))) for path in paths]
 
 
-async def test_a_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
+async def test_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     async with service(says("one"), says("two"), record=folder) as at:
         async with open_session(at) as session:
@@ -42,7 +42,7 @@ async def test_a_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
     assert (first["question"], first["answer"], second["answer"]) == ("hello", "one", "two")
 
 
-async def test_an_open_session_is_recorded_when_the_service_ends(tmp_path: Path) -> None:
+async def test_open_session_is_recorded_when_the_service_ends(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     async with service(says("one"), record=folder) as at:
         async with at.post("/v1/sessions", {}) as response:
@@ -55,7 +55,7 @@ async def test_an_open_session_is_recorded_when_the_service_ends(tmp_path: Path)
     assert (row["session"], row["answer"]) == (session["name"], "one")
 
 
-async def test_a_branch_after_a_tool_response_keeps_its_question(tmp_path: Path) -> None:
+async def test_branch_after_a_tool_response_keeps_its_question(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     call = call_text("theirs", {"n": 1})
     async with service(says(call), says("x"), says("y"), record=folder) as at:

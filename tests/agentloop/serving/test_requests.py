@@ -92,16 +92,16 @@ _CALLED = {"id": "call_1", "type": "function", "function": {"name": "theirs", "a
     ],
 )
 def test_requests_of_harnesses_are_accepted(kind: Any, fields: dict[str, Any]) -> None:
-    given = fields if kind is ChatRequest else {"prompt": "hello", **fields}
-    request = kind.parse(json.dumps(given).encode())
+    inputs = fields if kind is ChatRequest else {"prompt": "hello", **fields}
+    request = kind.parse(json.dumps(inputs).encode())
     names = ("temperature", "max_tokens", "stop_token_ids")
     assert [getattr(request, name) for name in names] == [fields.get(name) for name in names]
 
 
 def test_null_equals_a_missing_parameter() -> None:
     names = [*ChatRequest.model_fields, *UNSUPPORTED]
-    given = {name: None for name in names if name != "messages"}
-    request = ChatRequest.parse(body(**given))
+    inputs = {name: None for name in names if name != "messages"}
+    request = ChatRequest.parse(body(**inputs))
     assert request == ChatRequest.parse(body())
     assert request.turn_options() == TurnOptions()
     assert (request.token_limit, request.sampling_overrides()) == (None, {})
@@ -155,7 +155,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
         ),
     ],
 )
-def test_the_form_of_turns_may_be_constrained(field: str, value: Any, rules: OutputRules) -> None:
+def test_form_of_turns_may_be_constrained(field: str, value: Any, rules: OutputRules) -> None:
     assert ChatRequest.parse(body(**{field: value})).turn_options() == TurnOptions(rules=rules)
 
 
@@ -170,7 +170,7 @@ def test_the_form_of_turns_may_be_constrained(field: str, value: Any, rules: Out
         ),
     ],
 )
-def test_an_incomplete_response_format_is_named(value: Any, message: str) -> None:
+def test_incomplete_response_format_is_named(value: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         ChatRequest.parse(body(response_format=value))
 
@@ -183,7 +183,7 @@ def test_variables_of_the_chat_template_come_with_a_request() -> None:
 
 
 @pytest.mark.parametrize(("seed", "sent"), [(0, 0), (-1, (1 << 63) - 1), (-(1 << 63), 0)])
-def test_a_seed_may_be_negative(seed: int, sent: int) -> None:
+def test_seed_may_be_negative(seed: int, sent: int) -> None:
     assert ChatRequest.parse(body(seed=seed)).sampling_overrides() == {"seed": sent}
 
 
@@ -340,7 +340,7 @@ def test_every_parameter_is_documented() -> None:
         (body(tools={}), "tools: "),
     ],
 )
-def test_a_bad_request_names_the_field(raw: bytes, message: str) -> None:
+def test_bad_request_names_the_field(raw: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=f"^(the body is )?{message}|{message}"):
         ChatRequest.parse(raw)
 
@@ -360,13 +360,13 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(text: str, expect
     assert request.messages == [{"role": "user", "content": expected}]
 
 
-def test_an_answer_is_accepted_back_in_every_form() -> None:
+def test_answer_is_accepted_back_in_every_form() -> None:
     function = {"name": "f", "arguments": ""}
-    asked = {"role": "assistant", "content": None}
+    requests = {"role": "assistant", "content": None}
     forms: list[dict[str, Any]] = [
-        {**asked, "tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
-        {**asked, "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
-        {**asked, "tool_calls": None, "function_call": function},
+        {**requests, "tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
+        {**requests, "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
+        {**requests, "tool_calls": None, "function_call": function},
     ]
-    first, *others = (ChatRequest.parse(body(messages=[form])).messages for form in forms)
-    assert all(other == first for other in others)
+    first, *remaining = (ChatRequest.parse(body(messages=[form])).messages for form in forms)
+    assert all(second == first for second in remaining)

@@ -43,7 +43,7 @@ def no_events() -> None:
     events.clear()
 
 
-async def test_a_clients_question_is_answered_with_the_environments_tools_and_system_message() -> (
+async def test_clients_question_is_answered_with_the_environments_tools_and_system_message() -> (
     None
 ):
     call = says(call_text("guess", {"number": 42}))
@@ -52,7 +52,7 @@ async def test_a_clients_question_is_answered_with_the_environments_tools_and_sy
         answer = await asks.chat.completions.create(model="fake-guess", messages=HELLO)
     assert models == ["fake-guess", "fake"]
     assert answer.choices[0].message.content == "It is 42."
-    first, second = (CHAT.decode(asked.ids) for asked in at.router.asked)
+    first, second = (CHAT.decode(requests.ids) for requests in at.router.asked)
     assert "<|im_start|>system\nYou guess.<|im_end|>" in first
     assert "<|im_start|>user\nhello<|im_end|>" in first
     assert "Below 100." not in first
@@ -69,19 +69,19 @@ async def test_each_answer_begins_with_new_tools() -> None:
             assert "try 1: wrong" in CHAT.decode(at.router.asked[-1].ids)
 
 
-async def test_a_clients_system_message_gives_way_and_its_tools_take_precedence() -> None:
+async def test_clients_system_message_gives_way_and_its_tools_take_precedence() -> None:
     messages = [{"role": "system", "content": "You sing."}, *HELLO]
     async with service(says("done"), env=guess) as at:
         async with at.post(PATH, {"messages": messages, "tools": [THEIRS]}) as response:
             assert response.status == 200
-    seen = CHAT.decode(at.router.asked[0].ids)
-    assert "You guess." in seen
-    assert "You sing." not in seen
-    assert '"theirs"' in seen
-    assert '"guess"' not in seen
+    observed = CHAT.decode(at.router.asked[0].ids)
+    assert "You guess." in observed
+    assert "You sing." not in observed
+    assert '"theirs"' in observed
+    assert '"guess"' not in observed
 
 
-async def test_an_invalid_message_is_the_clients_mistake() -> None:
+async def test_invalid_message_is_the_clients_mistake() -> None:
     async with service(env=guess) as at:
         async with at.post(PATH, {"messages": [{"role": "wizard"}]}) as response:
             assert response.status == 400
@@ -111,7 +111,7 @@ async def runs_a_program(task: Any, agent: agentloop.Agent) -> str:
         (runs_a_program, "url: only an agent that our model plays has one"),
     ],
 )
-async def test_an_environment_that_asks_nothing_is_told(
+async def test_environment_that_asks_nothing_is_told(
     env: agentloop.Environment, reason: str
 ) -> None:
     async with service(env=env) as at:

@@ -51,15 +51,15 @@ class Rig:
 
 @asynccontextmanager
 async def rig(random: Random) -> AsyncIterator[Rig]:
-    given = Settings.model_validate({"tools": [], "serve": {"port": 0}})
+    inputs = Settings.model_validate({"tools": [], "serve": {"port": 0}})
     async with AsyncExitStack() as stack:
         fake = RandomSGLang([], random=random)
         await stack.enter_async_context(fake.serving())
         http = await stack.enter_async_context(http_session())
         servers = [SGLangServer(fake.url, http)]
         router = await stack.enter_async_context(Router.open(servers, RouterSettings()))
-        app = AgentService(PlayedRuntime(given, cast(PlayedRouter, router), CHAT), given)
-        bound = stack.enter_context(bind(given.serve))
+        app = AgentService(PlayedRuntime(inputs, cast(PlayedRouter, router), CHAT), inputs)
+        bound = stack.enter_context(bind(inputs.serve))
         url = await stack.enter_async_context(listening(app, bound))
         yield Rig(url, app, fake, router, http)
 

@@ -145,9 +145,9 @@ class FakeRollouts:
 
     def answer(self, prompt: object) -> str:
         words = str(prompt).rstrip("?").split()
-        left, op, right = words[2:5]
+        remaining, op, right = words[2:5]
         value = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}[op]
-        return str(value(int(left), int(right)))
+        return str(value(int(remaining), int(right)))
 
 
 ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)

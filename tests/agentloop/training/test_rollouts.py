@@ -87,7 +87,7 @@ async def rolled_out(
         return await rollouts.run(GroupRequest(TASK, name, size, BUDGET, oldest, purpose))
 
 
-async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
+async def test_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
     group = Group(
         [
             trajectory("right", RIGHT),
@@ -100,8 +100,8 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
             trajectory("broken", RIGHT, stop_reason=StopReason.INFRASTRUCTURE),
         ]
     )
-    found = await rolled_out(group, is_tainted=lambda one: one.id == "tainted")
-    rows = {row.trajectory.id: row for row in found.rows}
+    result = await rolled_out(group, is_tainted=lambda one: one.id == "tainted")
+    rows = {row.trajectory.id: row for row in result.rows}
     assert {key: row.reward for key, row in rows.items()} == {
         "right": 1.0,
         "wrong": 0.0,
@@ -117,16 +117,16 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
         **dict.fromkeys(["old", "foreign", "tainted"], "other_weights"),
         "broken": "infrastructure",
     }
-    metrics = about([found.figures]).row()
+    metrics = about([result.figures]).row()
     assert metrics["num_without_reward"] == 6
     assert metrics["without_reward/other_weights"] == 3
-    assert found.figures.has_signal
+    assert result.figures.has_signal
 
 
 async def test_equal_rewards_are_no_signal() -> None:
-    found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
-    assert not found.figures.has_signal
-    assert [row.advantage for row in found.rows] == [None] * 4
+    result = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
+    assert not result.figures.has_signal
+    assert [row.advantage for row in result.rows] == [None] * 4
 
 
 async def rows_of(
@@ -137,8 +137,8 @@ async def rows_of(
         groups = GroupRunner(GroupPlayer(Group(records)), grader)
         rollouts = Rollouts(groups, RocSettings(down_sample_to_n=0), credit, seed=0)
         request = GroupRequest(TASK, name, len(records), BUDGET, 3, Purpose.TRAIN)
-        found = await rollouts.run(request)
-    return {row.trajectory.id: row for row in found.rows}
+        result = await rollouts.run(request)
+    return {row.trajectory.id: row for row in result.rows}
 
 
 def advantages(rows: Mapping[str, ConversationRow]) -> dict[str, float]:
@@ -189,8 +189,8 @@ async def test_stopped_conversation_shifts_no_other() -> None:
 
     rows = await rows_of(*map(record, range(3)), credit=CreditSettings(name="per_turn"))
     for number in (1, 2, 3):
-        found = [rows[f"r.{index}+{number}"].advantage for index in range(3)]
-        assert found == pytest.approx(group_advantages([0.0, number, 2.0 * number]))
+        result = [rows[f"r.{index}+{number}"].advantage for index in range(3)]
+        assert result == pytest.approx(group_advantages([0.0, number, 2.0 * number]))
 
 
 async def test_untrained_own_agent_gets_no_credit() -> None:
@@ -221,7 +221,7 @@ async def test_another_agent_may_learn_where_the_rollouts_are_all_alike() -> Non
     assert advantage["a+checker"] > 0 > advantage["b+checker"]
 
 
-async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -> None:
+async def test_conversation_that_its_environment_stopped_is_not_trained_on() -> None:
     cut = trajectory("a+1", "", stop_reason=StopReason.ENVIRONMENT)
     first = episode("a", 1.0)
     first.trajectories = [*first.trajectories, cut]
@@ -229,7 +229,7 @@ async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -
     assert set(advantages(rows)) == {"a", "b"}
 
 
-async def test_a_stopped_conversation_does_not_change_what_later_ones_are_compared_with() -> None:
+async def test_stopped_conversation_does_not_change_what_later_ones_are_compared_with() -> None:
     """Each rollout has two conversations of one turn; the first one of the last is stopped."""
     episodes = []
     for number, key in enumerate("abcd"):
@@ -243,7 +243,7 @@ async def test_a_stopped_conversation_does_not_change_what_later_ones_are_compar
     )
 
 
-async def test_the_rewards_of_all_agents_are_shuffled() -> None:
+async def test_rewards_of_all_agents_are_shuffled() -> None:
     rows = {}
     for name in "abcdefgh":
         episodes = [
@@ -262,27 +262,27 @@ async def test_the_rewards_of_all_agents_are_shuffled() -> None:
     assert rows["a"]["z"].reward == 2.0  # the record has the true ones
 
 
-async def test_a_rollout_without_conversations_has_no_rows() -> None:
+async def test_rollout_without_conversations_has_no_rows() -> None:
     idle = RolloutRecord("a", [], Reward(1.0, None, ""))
     rows = await rows_of(idle, episode("b", 0.0), episode("c", 1.0))
     assert set(rows) == {"b", "c"}
     assert advantages(rows)["c"] > 0 > advantages(rows)["b"]
 
 
-async def test_the_selection_depends_on_the_name_alone() -> None:
+async def test_selection_depends_on_the_name_alone() -> None:
     group = Group([trajectory(str(n), RIGHT if n % 2 else WRONG) for n in range(16)])
     kept = {
         name: [
-            [row.advantage is not None for row in found.rows]
-            for found in [
+            [row.advantage is not None for row in result.rows]
+            for result in [
                 await rolled_out(group, name=name, roc=RocSettings(down_sample_to_n=4))
                 for _ in range(2)
             ]
         ]
         for name in "abcdef"
     }
-    assert all(one == other for one, other in kept.values())
-    assert len({tuple(one) for one, _ in kept.values()}) > 1
+    assert all(single == another for single, another in kept.values())
+    assert len({tuple(single) for single, _ in kept.values()}) > 1
 
 
 @pytest.mark.parametrize("purpose", Purpose)
@@ -290,15 +290,15 @@ async def test_events_say_whether_a_group_is_trained_on(purpose: Purpose) -> Non
     events: list[Event] = []
     group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
     await rolled_out(group, purpose=purpose, events=events)
-    (started,) = [one for one in events if isinstance(one, GroupStarted)]
-    (finished,) = [one for one in events if isinstance(one, GroupFinished)]
+    (started,) = [single for single in events if isinstance(single, GroupStarted)]
+    (finished,) = [single for single in events if isinstance(single, GroupFinished)]
     is_chosen = purpose is Purpose.TRAIN
     assert started.is_chosen == finished.is_chosen == is_chosen
     assert set(finished.kept) == ({"a", "b"} if is_chosen else set())
     assert finished.mean_reward == 0.5
 
 
-async def test_a_group_that_fails_is_reported_as_finished() -> None:
+async def test_group_that_fails_is_reported_as_finished() -> None:
     events: list[Event] = []
     group = Group([])
     group.error = ServerError("gone")
@@ -316,24 +316,26 @@ class Rewarding(Group):
     def __init__(self, rewards: Sequence[float | None]) -> None:
         made = [trajectory(str(n), RIGHT) for n in range(len(rewards))]
         super().__init__(made)
-        for one, reward in zip(made, rewards, strict=True):
-            one.turns[0].reward = reward
+        for single, reward in zip(made, rewards, strict=True):
+            single.turns[0].reward = reward
 
 
 async def test_turns_that_an_environment_rewards_have_their_own_advantages() -> None:
     """The rollouts' own rewards are equal."""
     group = Rewarding([1.0, 0.0, None])
-    found = await rolled_out(group, credit=CreditSettings(name="per_turn"))
-    assert found.figures.has_signal
-    assert [row.advantage for row in found.rows] == pytest.approx(group_advantages([1.0, 0.0, 0.0]))
-    assert {row.credit.weights for row in found.rows} == {1 / 3}
+    result = await rolled_out(group, credit=CreditSettings(name="per_turn"))
+    assert result.figures.has_signal
+    assert [row.advantage for row in result.rows] == pytest.approx(
+        group_advantages([1.0, 0.0, 0.0])
+    )
+    assert {row.credit.weights for row in result.rows} == {1 / 3}
 
 
 async def test_rewards_of_turns_without_effect_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = await rolled_out(Rewarding([1.0, 0.0]))
-    assert not found.figures.has_signal
+    result = await rolled_out(Rewarding([1.0, 0.0]))
+    assert not result.figures.has_signal
     assert "does not use these rewards: set credit = per_turn" in caplog.text
 
 
@@ -354,34 +356,34 @@ class Judge:
         return [-0.25] * one.num_sampled_tokens
 
 
-async def test_a_teacher_judges_all_rollouts_that_have_a_reward() -> None:
+async def test_teacher_judges_all_rollouts_that_have_a_reward() -> None:
     broken = trajectory("broken", RIGHT, stop_reason=StopReason.INFRASTRUCTURE)
     group = Group([trajectory("right", RIGHT), trajectory("wrong", WRONG), broken])
     judge = Judge()
-    found = await rolled_out(group, credit=DISTILL, teacher=judge, roc=RocSettings())
+    result = await rolled_out(group, credit=DISTILL, teacher=judge, roc=RocSettings())
     assert sorted(judge.asked) == ["right", "wrong"]
-    assert [row.advantage for row in found.rows] == [0.75, 0.75, None]  # from -1 to -0.25
-    assert [row.reward for row in found.rows] == [1.0, 0.0, None]
+    assert [row.advantage for row in result.rows] == [0.75, 0.75, None]  # from -1 to -0.25
+    assert [row.reward for row in result.rows] == [1.0, 0.0, None]
 
 
 async def test_rewards_may_count_beside_the_teacher() -> None:
     group = Group([trajectory("right", RIGHT), trajectory("wrong", WRONG)])
     credit = CreditSettings(name="distill", args={**DISTILL.args, "reward_coef": 2.0})
-    found = await rolled_out(group, credit=credit, teacher=Judge())
-    assert [row.advantage for row in found.rows] == pytest.approx(
-        [0.75 + 2 * one for one in group_advantages([1.0, 0.0])]
+    result = await rolled_out(group, credit=credit, teacher=Judge())
+    assert [row.advantage for row in result.rows] == pytest.approx(
+        [0.75 + 2 * single for single in group_advantages([1.0, 0.0])]
     )
 
 
-async def test_a_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> None:
+async def test_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> None:
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
-    found = await rolled_out(group, credit=DISTILL, teacher=Judge({"b"}))
-    assert [row.reward for row in found.rows] == [1.0, None]
-    assert found.rows[1].reason == "infrastructure: the teacher did not answer"
-    assert [row.advantage for row in found.rows] == [0.75, None]
+    result = await rolled_out(group, credit=DISTILL, teacher=Judge({"b"}))
+    assert [row.reward for row in result.rows] == [1.0, None]
+    assert result.rows[1].reason == "infrastructure: the teacher did not answer"
+    assert [row.advantage for row in result.rows] == [0.75, None]
 
 
-async def test_a_teacher_that_fails_on_a_whole_group_is_an_outage(
+async def test_teacher_that_fails_on_a_whole_group_is_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
@@ -391,7 +393,7 @@ async def test_a_teacher_that_fails_on_a_whole_group_is_an_outage(
     assert len(judge.asked) == 5 * 2
 
 
-async def test_a_rollout_that_the_teacher_refuses_has_no_reward() -> None:
+async def test_rollout_that_the_teacher_refuses_has_no_reward() -> None:
     class Short(Judge):
         async def __call__(self, one: Trajectory) -> list[float]:
             if one.id in self.failing:
@@ -399,14 +401,14 @@ async def test_a_rollout_that_the_teacher_refuses_has_no_reward() -> None:
             return await super().__call__(one)
 
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
-    found = await rolled_out(group, credit=DISTILL, teacher=Short({"a", "b"}))
-    assert [row.reward for row in found.rows] == [None, None]
-    assert {row.reason for row in found.rows} == {
+    result = await rolled_out(group, credit=DISTILL, teacher=Short({"a", "b"}))
+    assert [row.reward for row in result.rows] == [None, None]
+    assert {row.reason for row in result.rows} == {
         "the teacher refuses it: the input is longer than the context"
     }
 
 
-async def test_a_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
+async def test_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
@@ -417,24 +419,24 @@ async def test_a_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
         async def __call__(
             self, prompt: object, **options: Any
         ) -> Sequence[Trajectory | RolloutRecord]:
-            found = cast(Sequence[Trajectory], await super().__call__(prompt, **options))
+            result = cast(Sequence[Trajectory], await super().__call__(prompt, **options))
             lost = StopReason.INFRASTRUCTURE if self.num_outages else StopReason.ANSWERED
             self.num_outages = max(0, self.num_outages - 1)
-            return [replace(one, stop_reason=lost) for one in found]
+            return [replace(single, stop_reason=lost) for single in result]
 
-    found = await rolled_out(Recovering([trajectory("a", RIGHT), trajectory("b", WRONG)]))
-    assert [row.reward for row in found.rows] == [1.0, 0.0]
+    result = await rolled_out(Recovering([trajectory("a", RIGHT), trajectory("b", WRONG)]))
+    assert [row.reward for row in result.rows] == [1.0, 0.0]
 
 
-async def test_a_group_of_which_one_rollout_survives_is_no_outage() -> None:
+async def test_group_of_which_one_rollout_survives_is_no_outage() -> None:
     lost = trajectory("b", RIGHT, stop_reason=StopReason.INFRASTRUCTURE)
-    found = await rolled_out(Group([trajectory("a", RIGHT), lost]), num_tries=1)
-    assert [row.reward for row in found.rows] == [1.0, None]
+    result = await rolled_out(Group([trajectory("a", RIGHT), lost]), num_tries=1)
+    assert [row.reward for row in result.rows] == [1.0, None]
 
 
-async def test_an_evaluation_needs_no_teacher() -> None:
+async def test_evaluation_needs_no_teacher() -> None:
     judge = Judge()
     group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
-    found = await rolled_out(group, credit=DISTILL, teacher=judge, purpose=Purpose.EVALUATE)
+    result = await rolled_out(group, credit=DISTILL, teacher=judge, purpose=Purpose.EVALUATE)
     assert judge.asked == []
-    assert [row.reward for row in found.rows] == [1.0, 0.0]
+    assert [row.reward for row in result.rows] == [1.0, 0.0]

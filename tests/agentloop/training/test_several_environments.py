@@ -77,11 +77,11 @@ async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Pat
     assert any("held-out reward 1.000 (easy 1.000, hard 1.000), " in line for line in report.lines)
 
 
-def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
+def test_run_with_one_environment_has_no_metrics_of_each() -> None:
     assert about_each([("", GroupFigures())]) == {}
 
 
-def test_the_parts_of_a_reward_are_metrics() -> None:
+def test_parts_of_a_reward_are_metrics() -> None:
     def group(*parts: dict[str, float]) -> GroupFigures:
         return GroupFigures([RolloutFigures(1.0, parts=values) for values in parts])
 
@@ -108,7 +108,7 @@ def test_recorded_measurements_of_scored_rollouts_are_metrics() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, steps: int) -> None:
+async def test_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, steps: int) -> None:
     tasks = mixed()
     run_group = KilledRollouts(tasks)
     run_group.killed_at = f"{3 * steps + 2}-"  # a group of the next step
@@ -132,7 +132,7 @@ async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, step
     assert Counter(task.env for task in expected) == {"easy": 10, "hard": 5}
 
 
-async def test_a_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path) -> None:
+async def test_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path) -> None:
     tasks = mixed()
     run_group = Mostly(tasks)
     stages = {"hard": StageSettings(steps=1, filter_tasks=6)}
@@ -156,7 +156,7 @@ class SolvesLevelOne(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_a_curriculum_chooses_within_each_environment(tmp_path: Path) -> None:
+async def test_curriculum_chooses_within_each_environment(tmp_path: Path) -> None:
     """Easy tasks become rare within their environment, which keeps its share of the groups."""
     levels = {"calm": [1, 3], "hard": [3]}
     sources: dict[str, TaskSource] = {

@@ -50,23 +50,25 @@ class FakeTeacher:
                 await runner.cleanup()
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        assert not asked["add_special_tokens"]
-        encoded = TOKENIZER.encode_batch(asked["prompt"], add_special_tokens=False)
-        tokens = [[id + self.offset for id in one.ids] for one in encoded]
+        requests = await request.json()
+        assert not requests["add_special_tokens"]
+        encoded = TOKENIZER.encode_batch(requests["prompt"], add_special_tokens=False)
+        tokens = [[id + self.offset for id in first.ids] for first in encoded]
         return web.json_response({"tokens": tokens, "count": [*map(len, tokens)]})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self.asked.append(asked)
+        requests = await request.json()
+        self.asked.append(requests)
         if self.silent:
             await anyio.sleep_forever()
         status = self.statuses.popleft() if self.statuses else 200
         if status != 200:
             return web.json_response({"error": {"message": "no"}}, status=status)
-        told = [[-id / 10, id, None] for id in asked["input_ids"][asked["logprob_start_len"] :]]
-        told[0][0] = None
-        return web.json_response(self.answer or {"meta_info": {"input_token_logprobs": told}})
+        reported = [
+            [-id / 10, id, None] for id in requests["input_ids"][requests["logprob_start_len"] :]
+        ]
+        reported[0][0] = None
+        return web.json_response(self.answer or {"meta_info": {"input_token_logprobs": reported}})
 
 
 @asynccontextmanager
@@ -82,14 +84,14 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.training.teacher_client._FIRST_PAUSE_S", 0.001)
 
 
-async def test_the_sampled_tokens_of_all_turns_are_judged_by_one_request() -> None:
+async def test_sampled_tokens_of_all_turns_are_judged_by_one_request() -> None:
     fake = FakeTeacher()
     async with taught(fake) as teacher:
         assert await teacher(MADE) == pytest.approx([-0.5, -0.6, -0.8])
         assert await teacher(Trajectory("empty", [3])) == []
-    (asked,) = fake.asked
-    assert asked["input_ids"] == MADE.ids
-    assert asked["sampling_params"]["max_new_tokens"] == 0
+    (requests,) = fake.asked
+    assert requests["input_ids"] == MADE.ids
+    assert requests["sampling_params"]["max_new_tokens"] == 0
 
 
 async def test_no_teacher_is_opened_where_none_is_needed() -> None:
@@ -97,14 +99,14 @@ async def test_no_teacher_is_opened_where_none_is_needed() -> None:
         assert teacher is None
 
 
-async def test_a_server_error_is_retried() -> None:
+async def test_server_error_is_retried() -> None:
     fake = FakeTeacher(statuses=deque([500, 503, 200]))
     async with taught(fake) as teacher:
         assert len(await teacher(MADE)) == 3
     assert len(fake.asked) == 3
 
 
-async def test_a_refusal_is_not_retried() -> None:
+async def test_refusal_is_not_retried() -> None:
     fake = FakeTeacher(statuses=deque([400]))
     async with taught(fake) as teacher:
         with pytest.raises(ServerRefused, match="400: no"):

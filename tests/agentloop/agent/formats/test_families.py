@@ -112,7 +112,7 @@ def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> 
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_a_call_runs_before_the_turn_ends(name: str) -> None:
+def test_call_runs_before_the_turn_ends(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)
     calls: list[Call] = [("search", {"text": "x"}), ("python_code", {"number": 7})]
     made = calls[: 1 if form.one_call else 2]
@@ -134,7 +134,7 @@ TAGGED = {
 
 
 @pytest.mark.parametrize("name", sorted(TAGGED))
-def test_an_argument_may_contain_the_tags_that_close_it(name: str) -> None:
+def test_argument_may_contain_the_tags_that_close_it(name: str) -> None:
     form, chat, (argument_end, call_end) = FORMS[name], chat_of(name), TAGGED[name]
     close = argument_end + call_end
     for text in (argument_end, f"a{argument_end}b", f"{close} a", f"a{close}b{close}", "</b>"):
@@ -146,12 +146,14 @@ def test_an_argument_may_contain_the_tags_that_close_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TAGGED))
-def test_a_call_never_runs_with_a_part_of_an_argument(name: str) -> None:
+def test_call_never_runs_with_a_part_of_an_argument(name: str) -> None:
     """Where text cannot be told from markup, the call is malformed."""
     form, chat, (argument_end, _) = FORMS[name], chat_of(name), TAGGED[name]
     for inner in ({"text": "x"}, {"other": "x"}):
-        whole = form.text([("search", inner)]).partition("search")[2]
-        opening = whole[whole.index("<") :].partition(f"x{argument_end}")[0].removesuffix("\n")
+        complete = form.text([("search", inner)]).partition("search")[2]
+        opening = (
+            complete[complete.index("<") :].partition(f"x{argument_end}")[0].removesuffix("\n")
+        )
         text = f"a{argument_end}\n{opening}b"
         calls = found_in(chat, written(chat, form.text([("search", {"text": text})])))
         assert calls
@@ -159,7 +161,7 @@ def test_a_call_never_runs_with_a_part_of_an_argument(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_a_call_that_does_not_end_is_malformed(name: str) -> None:
+def test_call_that_does_not_end_is_malformed(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)
     text = form.before + form.text([("search", {"text": "a long text", "number": 7})])
     cut = text[: text.rindex("7")]
@@ -169,7 +171,7 @@ def test_a_call_that_does_not_end_is_malformed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_a_turn_goes_on_after_a_call_that_is_too_long(
+def test_turn_goes_on_after_a_call_that_is_too_long(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(regions, "_MAX_REGION_TOKENS", 20)
@@ -235,11 +237,11 @@ def expected_family(template_name: str) -> str:
 
 
 @pytest.mark.parametrize("template_name", TEMPLATES)
-def test_the_family_is_known_from_the_template(template_name: str) -> None:
+def test_family_is_known_from_the_template(template_name: str) -> None:
     assert detect(template_of(template_name)).name == expected_family(template_name)
 
 
-def test_an_unknown_form_is_named() -> None:
+def test_unknown_form_is_named() -> None:
     with pytest.raises(ModelError, match=r"shows no known form .* chat\.format .* hermes"):
         detect("{{ messages }}")
     with pytest.raises(ModelError, match=r"chat\.format: 'none' is not one of auto, .*hermes"):

@@ -76,7 +76,7 @@ def test_start_and_end_delimit_the_call_in_the_output(text: str) -> None:
 
 
 @BY_ID_AND_BY_TEXT
-def test_a_call_is_returned_with_its_last_token(tags: bool) -> None:
+def test_call_is_returned_with_its_last_token(tags: bool) -> None:
     chat = chat_format(tags=tags)
     before = written(chat, call_text("f", {"a": 1}))
     stream = HERMES.calls(chat, id_prefix="call_x")
@@ -91,7 +91,7 @@ def test_a_call_is_returned_with_its_last_token(tags: bool) -> None:
 
 
 @BY_ID_AND_BY_TEXT
-def test_a_call_left_open_at_the_end_of_the_turn_is_malformed(tags: bool) -> None:
+def test_call_left_open_at_the_end_of_the_turn_is_malformed(tags: bool) -> None:
     chat = chat_format(tags=tags)
     (call,) = feed(chat, written(chat, 'so <tool_call>\n{"name": "f"'))
     assert call.error is not None
@@ -99,7 +99,7 @@ def test_a_call_left_open_at_the_end_of_the_turn_is_malformed(tags: bool) -> Non
     assert '{"name": "f"' in call.raw
 
 
-def test_an_opening_tag_within_a_call_makes_it_malformed_and_starts_another() -> None:
+def test_opening_tag_within_a_call_makes_it_malformed_and_starts_another() -> None:
     chat = chat_format()
     first, second = feed(chat, written(chat, '<tool_call>{"name": ' + call_text("f", {})))
     assert first.error is not None
@@ -109,13 +109,13 @@ def test_an_opening_tag_within_a_call_makes_it_malformed_and_starts_another() ->
 
 
 @BY_ID_AND_BY_TEXT
-def test_a_closing_marker_alone_is_only_text(tags: bool) -> None:
+def test_closing_marker_alone_is_only_text(tags: bool) -> None:
     chat = chat_format(tags=tags)
     assert feed(chat, written(chat, "</tool_call> hi </tool_call>")) == []
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_an_oversize_call_is_malformed_for_any_chunking(
+def test_oversize_call_is_malformed_for_any_chunking(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(regions, "_MAX_REGION_TOKENS", 20)
@@ -151,7 +151,7 @@ def test_an_oversize_call_is_malformed_for_any_chunking(
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
     ],
 )
-def test_the_model_is_told_why_a_call_is_malformed(raw: str, reason: str) -> None:
+def test_model_is_told_why_a_call_is_malformed(raw: str, reason: str) -> None:
     _, arguments, error = decode_call(raw)
     assert arguments == {}
     assert error is not None

@@ -39,7 +39,7 @@ def test_arguments_are_literals_of_python_or_json(text: str, arguments: dict[str
         "-'a'",
     ],
 )
-def test_an_argument_that_is_not_a_literal_has_the_same_error_each_time(value: str) -> None:
+def test_argument_that_is_not_a_literal_has_the_same_error_each_time(value: str) -> None:
     name, arguments, error = decode_python_call(f"f(x={value})")
     assert (name, arguments) == ("f", {})
     assert error == "the argument 'x' of the tool call is not a literal"

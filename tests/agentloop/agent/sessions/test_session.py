@@ -99,7 +99,7 @@ class Client:
         return [branch.reason for branch in self.session.branches]
 
 
-async def test_a_conversation_is_one_branch_of_exact_ids() -> None:
+async def test_conversation_is_one_branch_of_exact_ids() -> None:
     client = Client(reply("one"), reply("two"), reply("three"))
     history = [user("a")]
     for text in ("b", "c", "d"):
@@ -133,7 +133,7 @@ async def test_calls_and_their_responses_go_on_from_the_sampled_ids() -> None:
     assert record.stop_reason is StopReason.ANSWERED
 
 
-async def test_an_edited_answer_begins_a_branch_that_goes_on_from_the_turn_before() -> None:
+async def test_edited_answer_begins_a_branch_that_goes_on_from_the_turn_before() -> None:
     client = Client(reply("one"), reply("two"), reply("three"))
     first = await client.ask(user("a"))
     second = await client.ask(user("a"), first, user("b"))
@@ -161,7 +161,7 @@ async def test_asking_again_begins_a_branch_that_shares_its_past() -> None:
     assert client.reasons[1] == "the same history was asked again"
 
 
-async def test_the_client_goes_on_from_the_sibling_whose_calls_it_answers() -> None:
+async def test_client_goes_on_from_the_sibling_whose_calls_it_answers() -> None:
     call = call_text("add", {"a": 1})
     client = Client(
         reply(call),
@@ -206,7 +206,7 @@ async def test_space_around_a_message_is_no_edit() -> None:
     assert len(client.branches) == 1
 
 
-async def test_a_message_with_calls_is_compared_as_the_template_writes_it() -> None:
+async def test_message_with_calls_is_compared_as_the_template_writes_it() -> None:
     lowercase = chat_format_that("message.content.lower()")
     call = call_text("add", {"a": 1})
     engine = ScriptedEngine(
@@ -259,7 +259,7 @@ async def test_other_tools_begin_a_branch() -> None:
     assert client.reasons[1].startswith("the tools, the template's variables")
 
 
-async def test_a_failed_turn_is_taken_back_and_can_be_asked_again() -> None:
+async def test_failed_turn_is_taken_back_and_can_be_asked_again() -> None:
     client = Client(
         reply("one"),
         [*chunks([1, 2], end=None), ServerUnavailable("gone")],
@@ -275,7 +275,7 @@ async def test_a_failed_turn_is_taken_back_and_can_be_asked_again() -> None:
     assert client.session.num_cut == 1
 
 
-async def test_a_first_turn_that_fails_leaves_no_branch() -> None:
+async def test_first_turn_that_fails_leaves_no_branch() -> None:
     client = Client([ServerUnavailable("gone")], reply("one"))
     with pytest.raises(ServerError):
         await client.ask(user("a"))
@@ -388,7 +388,7 @@ async def test_turn_reward_set_while_next_turn_streams_is_kept() -> None:
     assert record.turns[0].observation_ids
 
 
-async def test_a_client_that_leaves_takes_its_turn_with_it() -> None:
+async def test_client_that_leaves_takes_its_turn_with_it() -> None:
     started = anyio.Event()
 
     async def hang() -> None:
@@ -426,7 +426,7 @@ async def test_parallel_requests_from_one_turn_are_branches() -> None:
     )
 
 
-async def test_a_delivery_that_failed_can_be_discarded() -> None:
+async def test_delivery_that_failed_can_be_discarded() -> None:
     client = Client(reply("one"), reply("two"), reply("three"))
     first = await client.ask(user("a"))
     lost = await client.session.complete(TurnRequest([user("a"), first, user("b")]), as_message)
@@ -447,7 +447,7 @@ async def test_closing_ends_its_branches_and_frees_their_cache() -> None:
         await client.ask(user("a"))
 
 
-async def test_a_full_session_is_refused() -> None:
+async def test_full_session_is_refused() -> None:
     client = Client(reply("one"), reply("two"), max_tokens=5)
     await client.ask(user("a"))
     with pytest.raises(RequestError, match=r"session: it holds \d+ tokens"):
@@ -510,7 +510,7 @@ async def _play(actions: list[tuple[str, str, bool]], random: Any) -> None:
                     arguments = json.loads(call["function"]["arguments"])
                     call["function"]["arguments"] = json.dumps(arguments, indent=3)
         if history[-1]["role"] == "assistant":
-            history += [tool(one, text) for one in history[-1].get("tool_calls") or ()] or [
+            history += [tool(single, text) for single in history[-1].get("tool_calls") or ()] or [
                 user(text)
             ]
         history.append(await client.ask(*history, tools=[TOOL]))
@@ -521,7 +521,7 @@ async def _play(actions: list[tuple[str, str, bool]], random: Any) -> None:
     outputs = [turn.output_ids for record in client.branches for turn in record.turns]
     assert sorted(outputs) == sorted(sampled)
     # What the engine was asked to continue is what the record says came before.
-    prompts = sorted(one.ids for one in client.engine.asked)
+    prompts = sorted(single.ids for single in client.engine.asked)
     recorded = []
     for record in client.branches:
         ids = list(record.prompt_ids)
@@ -593,7 +593,7 @@ async def test_tokens_read_before_a_failure_stay_in_a_branch(is_read: bool) -> N
         assert client.reasons[1] == "the infrastructure failed before the end of the message"
 
 
-async def test_a_first_message_that_was_cut_off_and_is_asked_again_says_so() -> None:
+async def test_first_message_that_was_cut_off_and_is_asked_again_says_so() -> None:
     client = Client([*chunks([5, 6], end=None), ServerUnavailable("gone")], reply("one"))
     with pytest.raises(ServerError):
         await client.session.complete(TurnRequest([user("a")]), as_message, client.events.append)
@@ -602,7 +602,7 @@ async def test_a_first_message_that_was_cut_off_and_is_asked_again_says_so() -> 
 
 
 @pytest.mark.parametrize("has_answer", [True, False])
-async def test_an_unfinished_message_is_kept_when_its_client_is_stopped(
+async def test_unfinished_message_is_kept_when_its_client_is_stopped(
     has_answer: bool,
 ) -> None:
     cut = written(CHAT, "endless")
@@ -628,7 +628,7 @@ async def test_an_unfinished_message_is_kept_when_its_client_is_stopped(
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
-async def test_a_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else(
+async def test_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else(
     asks_again: bool,
 ) -> None:
     cut = written(CHAT, "endless")
@@ -665,7 +665,7 @@ async def test_another_field_of_a_message_counts_where_the_template_reads_it(
     assert len(client.branches) == 1 + is_read
 
 
-async def test_a_history_that_was_asked_before_is_not_compared_again(
+async def test_history_that_was_asked_before_is_not_compared_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[int] = []
@@ -687,7 +687,7 @@ async def test_a_history_that_was_asked_before_is_not_compared_again(
     assert compared[-2] == len(history)
 
 
-async def test_a_branch_waits_for_its_client_after_each_message_and_each_failure() -> None:
+async def test_branch_waits_for_its_client_after_each_message_and_each_failure() -> None:
     client = Client(reply("1"), [ServerUnavailable("gone")], reply("2"))
     first = await client.ask(user("a"))
     history = [user("a"), first, user("b")]

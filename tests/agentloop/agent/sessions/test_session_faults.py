@@ -44,7 +44,7 @@ def test_keys_of_long_messages_are_short() -> None:
     assert len(context_key([], {"ignored_by_the_template": "x" * 10_000})) <= 64
 
 
-async def test_a_turn_in_flight_is_in_no_trajectory() -> None:
+async def test_turn_in_flight_is_in_no_trajectory() -> None:
     started = anyio.Event()
 
     async def hang() -> None:
@@ -69,7 +69,7 @@ async def test_a_turn_in_flight_is_in_no_trajectory() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_an_answer_to_another_request_does_not_hide_a_failure() -> None:
+async def test_answer_to_another_request_does_not_hide_a_failure() -> None:
     client = Client([ServerUnavailable("gone")], reply("one"), reply("two"))
     with pytest.raises(ServerError):
         await client.ask(user("of a sub-agent"))

@@ -38,7 +38,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(90)  # two processes import agentloop
 @pytest.mark.full
-def test_the_tests_of_a_new_package_pass(package: Path) -> None:
+def test_tests_of_a_new_package_pass(package: Path) -> None:
     assert sorted(path.name for path in package.iterdir()) == [
         "README.md",
         "my_game.py",
@@ -59,7 +59,7 @@ def test_the_tests_of_a_new_package_pass(package: Path) -> None:
 
 @pytest.mark.timeout(90)  # two processes import agentloop
 @pytest.mark.full
-def test_an_installed_package_is_listed_and_used_by_its_name(package: Path) -> None:
+def test_installed_package_is_listed_and_used_by_its_name(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     info = package / "my_game-0.1.0.dist-info"  # as an installer writes it
     info.mkdir()
@@ -77,7 +77,7 @@ def test_an_installed_package_is_listed_and_used_by_its_name(package: Path) -> N
     assert "tasks      64 (environment)" in planned.stdout, planned.stderr
 
 
-def test_the_printed_commands_install_what_they_need(
+def test_printed_commands_install_what_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -91,7 +91,7 @@ def test_the_printed_commands_install_what_they_need(
 @pytest.mark.parametrize(
     "name", ["My-Game", "2nd", "a--b", "-a", "a.b", "class", "../x", "spiel ä"]
 )
-def test_a_name_that_no_package_can_have_is_refused(
+def test_name_that_no_package_can_have_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ def test_no_module_is_shadowed_and_no_file_overwritten(
     assert (package / "README.md").read_text() == before
 
 
-def test_the_list_is_a_table(
+def test_list_is_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     info = tmp_path / "chess-2.0.dist-info"

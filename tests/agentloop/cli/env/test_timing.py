@@ -71,7 +71,7 @@ def spans_of(*events: tuple[float, Event]) -> list[tuple[Activity, float, float]
     return sorted((span for span in timeline.spans if span[1] < span[2]), key=lambda span: span[1:])
 
 
-def test_a_turn_waits_generates_and_calls() -> None:
+def test_turn_waits_generates_and_calls() -> None:
     assert spans_of(
         (1, TurnStarted("r", 0)),
         (2, TurnPlaced("r", 0, "s", WHY)),
@@ -82,7 +82,7 @@ def test_a_turn_waits_generates_and_calls() -> None:
     ) == [(WAITING, 1, 2), (MODEL, 2, 5), (WAITING, 4, 6), (TOOLS, 6, 9)]
 
 
-def test_a_turn_that_moves_waits_again() -> None:
+def test_turn_that_moves_waits_again() -> None:
     assert spans_of(
         (0, TurnStarted("r", 0)),
         (1, TurnPlaced("r", 0, "s", WHY)),

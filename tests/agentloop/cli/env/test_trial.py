@@ -28,7 +28,7 @@ def fake() -> Iterator[FakeSGLang]:
             yield fake
 
 
-def test_an_environment_is_shown_with_all_parts(
+def test_environment_is_shown_with_all_parts(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*settings_for(fake), "num_rollouts=3", "env.args.half=0.25"]
@@ -59,7 +59,7 @@ def test_an_environment_is_shown_with_all_parts(
     assert "s in all rollouts: model " in out
 
 
-def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_model(
+def test_transcript_has_the_messages_of_the_environment_between_those_of_the_model(
     fake: FakeSGLang, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", "try", f"{HERE}:two_replies", *settings_for(fake), "num_rollouts=1"]) == 0
@@ -72,7 +72,7 @@ def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_m
 @pytest.mark.parametrize(
     "command", [["env", "try", GUESS, "num_rollouts=1"], ["chat", f"env={GUESS}"]]
 )
-def test_an_endpoint_plays_with_the_tools_of_the_environment(
+def test_endpoint_plays_with_the_tools_of_the_environment(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     guess = calls(("a", "guess", '{"number": 40}'), text="I try [40].")
@@ -94,7 +94,7 @@ def test_an_endpoint_plays_with_the_tools_of_the_environment(
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
 
 
-def test_the_line_that_blocks_the_event_loop_is_named(
+def test_line_that_blocks_the_event_loop_is_named(
     fake: FakeSGLang, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
@@ -118,7 +118,7 @@ def test_the_line_that_blocks_the_event_loop_is_named(
     ],
 )
 @pytest.mark.full
-def test_a_failed_rollout_is_shown_with_its_reason(
+def test_failed_rollout_is_shown_with_its_reason(
     fake: FakeSGLang,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -141,7 +141,7 @@ def test_a_failed_rollout_is_shown_with_its_reason(
         ([], "expected the NAME of an environment first"),
     ],
 )
-def test_the_name_comes_first(
+def test_name_comes_first(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

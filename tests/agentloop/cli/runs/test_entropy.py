@@ -127,8 +127,8 @@ def test_newest_weights_score(
     assert starts.settings[0].model == run / "weights" / "5"
     assert starts.settings[0].temperature == 0.5
     assert not starts.log_dir.is_relative_to(run)  # not among those of a run that goes on
-    other = str(run / "weights" / "2")
-    assert entropy_report(capsys, str(run), "--weights", other)["weights"] == other
+    second = str(run / "weights" / "2")
+    assert entropy_report(capsys, str(run), "--weights", second)["weights"] == second
 
 
 def test_text_and_reflection_are_separate_kinds(

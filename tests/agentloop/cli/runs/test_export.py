@@ -81,7 +81,7 @@ def test_json_output_says_what_was_exported(run: Path, capsys: pytest.CaptureFix
     }
 
 
-def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "new" / "model"
     assert main(["runs", "export", str(run), str(out)]) == 0
     message = f"{out}: exported from {run}/weights/9, version 9\n"
@@ -101,7 +101,7 @@ def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[st
     assert hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest() in card
 
 
-def test_an_older_step_and_a_folder_by_itself(run: Path, tmp_path: Path) -> None:
+def test_older_step_and_a_folder_by_itself(run: Path, tmp_path: Path) -> None:
     assert find(run, 2).version == "2"
     with pytest.raises(ModelError, match=r"weights of step 3 \(available: 2, 9\)"):
         find(run, 3)
@@ -117,7 +117,7 @@ def test_an_older_step_and_a_folder_by_itself(run: Path, tmp_path: Path) -> None
         find(tmp_path)
 
 
-def test_the_model_of_a_supervised_run(tmp_path: Path) -> None:
+def test_model_of_a_supervised_run(tmp_path: Path) -> None:
     folder = tmp_path / "sft"
     publish_small_model(folder / "model", "sft-12", without=("generation_config.json",))
     (folder / "config.toml").write_text("")
@@ -188,14 +188,14 @@ def test_weights_that_differ_from_the_published_ones_are_refused(run: Path, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
 
-def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
+def test_model_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = publish_small_model(tmp_path / "model", "1", without=("chat_template.jinja",))
     with pytest.raises(ModelError, match="no chat template"):
         export(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_an_existing_path_is_never_overwritten(tmp_path: Path, kind: str) -> None:
+def test_existing_path_is_never_overwritten(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.touch()
@@ -207,7 +207,7 @@ def test_an_existing_path_is_never_overwritten(tmp_path: Path, kind: str) -> Non
         export(SMALL, out)
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = publish_small_model(tmp_path / "model", "1")
     (folder / "published.json").unlink()
     weights = folder / "model.safetensors"

@@ -29,7 +29,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_newest_run_comes_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_run_comes_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "list", str(runs)]) == 0
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["name", "kind", "state", "stage"]
@@ -38,7 +38,7 @@ def test_the_newest_run_comes_first(runs: Path, capsys: pytest.CaptureFixture[st
     assert head.index("reward") + len("reward") == first.index("0.500") + len("0.500")
 
 
-def test_a_script_gets_objects(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_gets_objects(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "list", str(runs), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["name"], second["name"]) == ("new", "old")
@@ -56,7 +56,7 @@ def test_damage_is_told_below_the_table(runs: Path, capsys: pytest.CaptureFixtur
     assert lines[3].startswith("old: config.toml: ")
 
 
-def test_a_run_may_be_named_itself(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_may_be_named_itself(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "list", str(runs / "old")]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("old ")
 

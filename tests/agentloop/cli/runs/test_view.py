@@ -43,7 +43,7 @@ def bodies(html: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("existing", ["nothing", "folder", "file", "folder for config"])
-def test_a_folder_without_a_run_is_an_error(
+def test_folder_without_a_run_is_an_error(
     tmp_path: Path, existing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -74,7 +74,7 @@ def test_settings_that_cannot_be_read_are_named(
 
 
 @pytest.mark.parametrize("model", [str(SMALL), "/no/such/model"])
-def test_a_run_becomes_one_file(
+def test_run_becomes_one_file(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = run_in(tmp_path / "a run", model=model), tmp_path / "out.html"
@@ -94,7 +94,7 @@ def test_a_run_becomes_one_file(
     assert not re.search(r'(?:src|href)="(?:page/|https?:)', html)
 
 
-def test_a_runs_timelines_become_a_file_for_perfetto(
+def test_runs_timelines_become_a_file_for_perfetto(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = run_in(tmp_path / "a run"), tmp_path / "trace.json"
@@ -108,7 +108,7 @@ def test_a_runs_timelines_become_a_file_for_perfetto(
     assert "--perfetto: " in capsys.readouterr().err
 
 
-def test_the_page_shows_the_settings_without_secrets(tmp_path: Path) -> None:
+def test_page_shows_the_settings_without_secrets(tmp_path: Path) -> None:
     config = """model = "m"
 [fleet]
 redis = "redis://:sesame@db/0"
@@ -128,14 +128,14 @@ name = "python-math"
     assert settings.endswith('[env]\nname = "python-math"')
 
 
-def test_a_run_without_anything_in_it_is_an_empty_page(tmp_path: Path) -> None:
+def test_run_without_anything_in_it_is_an_empty_page(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     out = tmp_path / "out.html"
     assert main(["runs", "view", str(tmp_path), "--export", str(out)]) == 0
     assert bodies(out)["api/frame"]["rollouts"] == []
 
 
-def test_a_damaged_rollout_is_left_out_of_the_file(tmp_path: Path) -> None:
+def test_damaged_rollout_is_left_out_of_the_file(tmp_path: Path) -> None:
     run, out = run_in(tmp_path / "run"), tmp_path / "out.html"
     broken = rollout("2-x.0") | {"group": 2}
     broken["trajectory"]["turns"][0]["end"] = "nowhere"
@@ -167,7 +167,7 @@ def test_without_a_terminal_little_is_said(
     assert len(capsys.readouterr().err.splitlines()) < 10
 
 
-def test_a_file_that_cannot_be_written_is_named(
+def test_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_in(tmp_path / "run")
@@ -175,13 +175,13 @@ def test_a_file_that_cannot_be_written_is_named(
     assert "--export: " in capsys.readouterr().err
 
 
-def test_a_number_below_0_is_refused(tmp_path: Path) -> None:
+def test_number_below_0_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["runs", "view", str(tmp_path), "--rollouts", "-1"])
 
 
 @pytest.mark.anyio
-async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(tmp_path / "run", model="/no/such/model")
     output = ""
 
@@ -207,7 +207,7 @@ async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
         tasks.cancel_scope.cancel()
 
 
-def test_the_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Path) -> None:
+def test_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Path) -> None:
     out = tmp_path / "sample.html"
     assert main(["runs", "view", "--sample", "--export", str(out)]) == 0
     contents = bodies(out)
@@ -223,13 +223,13 @@ def test_the_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Pa
     assert any(turn["calls"] for body in texts for turn in body["turns"])
 
 
-def test_the_sample_is_small_and_names_no_machine() -> None:
+def test_sample_is_small_and_names_no_machine() -> None:
     files = [path for path in SAMPLE.rglob("*") if path.suffix in (".toml", ".jsonl")]
     assert 0 < sum(path.stat().st_size for path in files) < 1_000_000
     assert not re.search(r"/(tmp|home|root|work)/", (SAMPLE / "config.toml").read_text())
 
 
-def test_a_run_or_the_sample_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_or_the_sample_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["runs", "view"])
     assert "or --sample" in capsys.readouterr().err

@@ -50,39 +50,47 @@ class Scripted:
     ) -> Trajectory:
         names = [schema["function"]["name"] for schema in Tools(tools).schemas]
         self.asked.append((id, list(messages), names))
-        found = Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
-        options["on_event"](RolloutStarted(found, ""))
+        result = Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
+        options["on_event"](RolloutStarted(result, ""))
         self.seen = list(messages)
         try:
             async with Tools(tools) as running:
-                return await self._converse(found, self.seen, running, budget, reply)
+                return await self._converse(result, self.seen, running, budget, reply)
         except ExceptionGroup as group:
             raise sole(group) from None
 
     async def _converse(
-        self, found: Trajectory, seen: list[Message], running: Tools, budget: Budget, reply: Any
+        self,
+        result: Trajectory,
+        observed: list[Message],
+        running: Tools,
+        budget: Budget,
+        reply: Any,
     ) -> Trajectory:
         while True:
             await anyio.lowlevel.checkpoint()
-            said = self.script(seen)
+            stated = self.script(observed)
             turn = Turn(output_ids=[1], logprobs=[-1.0], end=TurnEnd.STOP)
-            found.turns.append(turn)
-            if isinstance(said, tuple):
-                turn.calls.append(ToolCall(f"call_{len(self.asked)}", *said, "", 0, 1))
-                output = await running.run(*said)
+            result.turns.append(turn)
+            if isinstance(stated, tuple):
+                turn.calls.append(ToolCall(f"call_{len(self.asked)}", *stated, "", 0, 1))
+                output = await running.run(*stated)
                 if output.status is ToolCallStatus.CALLER:
-                    found.stop_reason = StopReason.CALLER_TOOLS
-                    return found
-                seen.append({"role": "tool", "content": f"{output.status}: {output.content}"})
+                    result.stop_reason = StopReason.CALLER_TOOLS
+                    return result
+                observed.append({"role": "tool", "content": f"{output.status}: {output.content}"})
                 continue
-            turn.text = found.answer = said
-            text = await reply(said) if reply is not None else None
+            turn.text = result.answer = stated
+            text = await reply(stated) if reply is not None else None
             if text is None:
-                return found
-            if len(found.turns) == budget.max_turns:
-                found.stop_reason = StopReason.TURN_BUDGET
-                return found
-            seen += [{"role": "assistant", "content": said}, {"role": "user", "content": text}]
+                return result
+            if len(result.turns) == budget.max_turns:
+                result.stop_reason = StopReason.TURN_BUDGET
+                return result
+            observed += [
+                {"role": "assistant", "content": stated},
+                {"role": "user", "content": text},
+            ]
 
 
 def task_of(environment: Environment, seed: int = 0) -> Task:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers_v1])
-def test_an_adapter_is_short(adapter: ModuleType) -> None:
+def test_adapter_is_short(adapter: ModuleType) -> None:
     assert len(inspect.getsource(adapter).splitlines()) <= 165
 
 
@@ -51,31 +51,31 @@ class Closable:
         raise KeyError("board")
 
 
-async def test_an_object_of_a_library_is_closed_also_after_an_error() -> None:
-    thing = Closable()
+async def test_object_of_a_library_is_closed_also_after_an_error() -> None:
+    item = Closable()
     library = Blocking("games", 5)
     with pytest.raises(KeyError, match="board"):
-        async with library.open(lambda: thing):
-            await library.call(thing.fail)
-    assert thing.num_closed == 1
+        async with library.open(lambda: item):
+            await library.call(item.fail)
+    assert item.num_closed == 1
     with anyio.CancelScope() as scope:
-        async with library.open(lambda: thing):
+        async with library.open(lambda: item):
             scope.cancel()
             await anyio.sleep_forever()
-    assert thing.num_closed == 2
+    assert item.num_closed == 2
 
 
-async def test_a_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_alone() -> None:
-    thing, release = Closable(), threading.Event()
+async def test_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_alone() -> None:
+    item, release = Closable(), threading.Event()
 
     def hang() -> None:
         release.wait(patient(10))
 
     library = Blocking("games that hang", 0.05)
     with pytest.raises(TimeoutError, match=r"games that hang: hang took more than 0.05 s"):
-        async with library.open(lambda: thing):
+        async with library.open(lambda: item):
             await library.call(hang)
-    assert thing.num_closed == 0
+    assert item.num_closed == 0
     release.set()
 
 
@@ -88,7 +88,7 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_a
         (inspect_ai.sample, {"name": "tasks.py@one"}, "inspect"),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_its_extra(
+def test_library_that_is_missing_is_named_with_its_extra(
     environment: Environment, arguments: Any, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
@@ -111,18 +111,18 @@ class Scorer:
 @pytest.fixture
 def gym(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A reasoning-gym whose only puzzle is a sum; returns the options of its data sets."""
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def create_dataset(family: str, **options: Any) -> Any:
         if "levle" in options:
             raise TypeError("unexpected keyword argument 'levle'")
-        asked.append({"family": family, **options})
+        requests.append({"family": family, **options})
         return [{"question": "1 + 1?", "answer": "2"}]
 
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
     module = type("gym", (), {"create_dataset": staticmethod(create_dataset)})
     monkeypatch.setattr(reasoning_gym, "import_module", lambda name: module)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -136,19 +136,19 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("2", 1.0, True, 0.0),
     ],
 )
-async def test_a_puzzle_gives_its_score(
+async def test_puzzle_gives_its_score(
     gym: Any, answer: str, score: object, partial: bool, value: float
 ) -> None:
     options = {"sum": {"level": 3}}
     arguments = {"families": ["sum"], "options": options, "partial_credit": partial}
     puzzle = reasoning_gym.puzzle.with_arguments(arguments)
-    (episode,) = await play(puzzle, Scripted(lambda seen: answer, Scorer(score)))
+    (episode,) = await play(puzzle, Scripted(lambda observed: answer, Scorer(score)))
     assert episode.reward is not None
     assert episode.reward.value == value
     assert gym[0]["level"] == 3
 
 
-def test_an_option_that_a_puzzle_does_not_have_is_refused(gym: Any) -> None:
+def test_option_that_a_puzzle_does_not_have_is_refused(gym: Any) -> None:
     arguments = {"families": ["sum"], "options": {"sum": {"levle": 3}}}
     with pytest.raises(SettingsError, match=r"env.args: reasoning-gym's 'sum': .*'levle'"):
         task_of(reasoning_gym.puzzle.with_arguments(arguments))
@@ -201,26 +201,26 @@ class Lock:
         try:
             await eventually(lambda: self.most_open >= self.awaited)
             async for message in socket:
-                asked = json.loads(message.data)
+                requests = json.loads(message.data)
                 if '"number": 13' in message.data:
                     break
-                await socket.send_json(self.answer(asked["type"], asked["data"]))
+                await socket.send_json(self.answer(requests["type"], requests["data"]))
         finally:
             self.num_open -= 1
         return socket
 
     def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "reset":
-            said: Any = {"text": f"seed {data['seed']} {data['size']}", "other": None}
-            return {"type": "observation", "data": {"observation": said, "reward": None}}
+            stated: Any = {"text": f"seed {data['seed']} {data['size']}", "other": None}
+            return {"type": "observation", "data": {"observation": stated, "reward": None}}
         number = data.get("number")
         if not isinstance(number, int):
             error = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": ["int"]}
             return {"type": "error", "data": error}
         if number == 7:
             return {"type": "error", "data": {"message": "ouch", "code": "EXECUTION_ERROR"}}
-        seen = {"a": number, "b": "closed"}
-        data = {"observation": seen, "reward": self.reward, "done": number == 3}
+        observed = {"a": number, "b": "closed"}
+        data = {"observation": observed, "reward": self.reward, "done": number == 3}
         return {"type": "observation", "data": data}
 
 
@@ -239,10 +239,10 @@ async def serving(lock: Lock) -> AsyncIterator[str]:
 
 
 def numbers(*said: str) -> Scripted:
-    return Scripted(lambda seen: said[(len(seen) - 1) // 2])
+    return Scripted(lambda observed: said[(len(observed) - 1) // 2])
 
 
-async def test_an_episode_ends_when_the_server_says_so_and_its_rewards_are_added() -> None:
+async def test_episode_ends_when_the_server_says_so_and_its_rewards_are_added() -> None:
     lock = Lock()
     async with serving(lock) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
@@ -267,13 +267,13 @@ async def test_missing_rewards_are_not_zero() -> None:
             await play(environment, numbers('{"number": 3}'))
 
 
-async def test_a_text_is_an_action_without_json() -> None:
+async def test_text_is_an_action_without_json() -> None:
     lock = Lock()
     lock.schema = {"properties": {"say": {"type": "string"}}, "required": ["say"]}
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def answer(kind: str, data: Any) -> dict[str, Any]:
-        asked.append((kind, data))
+        requests.append((kind, data))
         data = {"observation": {"text": "hm"}, "done": kind == "step", "reward": 0.0}
         return {"type": "observation", "data": data}
 
@@ -284,30 +284,33 @@ async def test_a_text_is_an_action_without_json() -> None:
         await play(environment, host)
         lock.schema["properties"]["say"]["enum"] = ["friend", "foe"]
         await play(environment, numbers('{"say": "foe"}'))
-    assert [data for kind, data in asked if kind == "step"] == [{"say": "friend"}, {"say": "foe"}]
-    assert [one["content"] for one in host.asked[0][1]] == ["Speak.", "hm"]
+    assert [data for kind, data in requests if kind == "step"] == [
+        {"say": "friend"},
+        {"say": "foe"},
+    ]
+    assert [single["content"] for single in host.asked[0][1]] == ["Speak.", "hm"]
 
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
-async def test_an_environment_of_openenv_that_raises_has_failed_itself(mcp: bool) -> None:
+async def test_environment_of_openenv_that_raises_has_failed_itself(mcp: bool) -> None:
     async with serving(Tooled() if mcp else Lock()) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        host = Scripted(lambda seen: ("turn", {"number": 7}) if mcp else '{"number": 7}')
+        host = Scripted(lambda observed: ("turn", {"number": 7}) if mcp else '{"number": 7}')
         with pytest.raises(RequestError, match=r"openenv: step: ouch \(EXECUTION_ERROR\)"):
             await play(environment, host)
 
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
-async def test_a_server_of_openenv_that_is_gone_is_the_infrastructures_failure(mcp: bool) -> None:
+async def test_server_of_openenv_that_is_gone_is_the_infrastructures_failure(mcp: bool) -> None:
     async with serving(Tooled() if mcp else Lock()) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        host = Scripted(lambda seen: ("turn", {"number": 13}) if mcp else '{"number": 13}')
+        host = Scripted(lambda observed: ("turn", {"number": 13}) if mcp else '{"number": 13}')
         (lost,) = await play(environment, host)
     (refused,) = await play(environment, host)
-    for episode, why in ((lost, "closed the connection at step"), (refused, "Cannot connect")):
+    for episode, reason in ((lost, "closed the connection at step"), (refused, "Cannot connect")):
         assert episode.reward is not None
         assert episode.reward.reason.startswith("infrastructure: openenv: ")
-        assert why in episode.reward.reason
+        assert reason in episode.reward.reason
 
 
 class Tooled(Lock):
@@ -334,26 +337,29 @@ class Tooled(Lock):
         number = data["arguments"].get("number")
         if number == 7:
             return super().answer(kind, {"number": number})
-        seen: dict[str, Any] = {"tool_name": data["tool_name"], "result": None, "error": None}
+        observed: dict[str, Any] = {"tool_name": data["tool_name"], "result": None, "error": None}
         if data["tool_name"] == "look":
-            seen["result"] = {"at": 1}
+            observed["result"] = {"at": 1}
         elif number is None:
-            seen["error"] = {"error_type": "invalid_args", "message": "a number is needed"}
+            observed["error"] = {"error_type": "invalid_args", "message": "a number is needed"}
         else:
-            seen["result"] = {"content": [{"type": "text", "text": "closed"}], "is_error": False}
+            observed["result"] = {
+                "content": [{"type": "text", "text": "closed"}],
+                "is_error": False,
+            }
         return {
             "type": "observation",
-            "data": {"observation": seen, "reward": 0.5, "done": number == 3},
+            "data": {"observation": observed, "reward": 0.5, "done": number == 3},
         }
 
 
-async def test_the_mcp_tools_of_openenv_are_called_with_arguments() -> None:
+async def test_mcp_tools_of_openenv_are_called_with_arguments() -> None:
     server = Tooled()
-    said: list[Said] = [
+    stated: list[Said] = [
         ("look", {}), ("turn", {}), ("turn", {"number": 5}), ("turn", {"number": 3}),
         ("turn", {"number": 5}), "It is open.",
     ]  # fmt: skip
-    host = Scripted(lambda seen: said[len(seen) - 2])
+    host = Scripted(lambda observed: stated[len(observed) - 2])
     async with serving(server) as url:
         arguments = {"url": url, "reset": {"size": 2}, "system": "Open it."}
         environment = openenv.episode.with_arguments(arguments)
@@ -361,10 +367,10 @@ async def test_the_mcp_tools_of_openenv_are_called_with_arguments() -> None:
         seed = task_of(environment).seed
     assert episode.reward is not None
     assert episode.reward.parts == {"reward": 2.0, "steps": 4}
-    assert server.called == said[:4]
-    ((_, asked, tools),) = host.asked
+    assert server.called == stated[:4]
+    ((_, requests, tools),) = host.asked
     assert tools == ["turn", "look"]
-    assert [message["content"] for message in asked] == ["Open it.", f"seed {seed} 2"]
+    assert [message["content"] for message in requests] == ["Open it.", f"seed {seed} 2"]
     assert [message["content"] for message in host.seen if message["role"] == "tool"] == [
         'ok: {"at": 1}',
         "error: [error] a number is needed",
@@ -374,9 +380,9 @@ async def test_the_mcp_tools_of_openenv_are_called_with_arguments() -> None:
     ]
 
 
-async def test_an_episode_by_tools_ends_after_its_most_steps() -> None:
+async def test_episode_by_tools_ends_after_its_most_steps() -> None:
     server = Tooled()
-    host = Scripted(lambda seen: ("look", {}) if len(seen) < 6 else "I give up.")
+    host = Scripted(lambda observed: ("look", {}) if len(observed) < 6 else "I give up.")
     async with serving(server) as url:
         arguments = {"url": url, "reset": {"size": 2}, "max_steps": 2}
         (episode,) = await play(openenv.episode.with_arguments(arguments), host)
@@ -385,22 +391,22 @@ async def test_an_episode_by_tools_ends_after_its_most_steps() -> None:
     assert len(server.called) == 2
 
 
-async def test_a_server_gets_as_many_sessions_as_it_may_have() -> None:
-    for most in (1, 3):
+async def test_server_gets_as_many_sessions_as_it_may_have() -> None:
+    for maximum in (1, 3):
         lock = Lock()
-        lock.awaited = most
+        lock.awaited = maximum
         async with serving(lock) as url:
-            arguments = {"url": url, "reset": {"size": 2}, "max_sessions": most}
+            arguments = {"url": url, "reset": {"size": 2}, "max_sessions": maximum}
             environment = openenv.episode.with_arguments(arguments)
             episodes = await play(environment, numbers('{"number": 3}'), size=6)
-        assert [one.reward and one.reward.value for one in episodes] == [0.5] * 6
-        assert lock.most_open == most
+        assert [single.reward and single.reward.value for single in episodes] == [0.5] * 6
+        assert lock.most_open == maximum
 
 
-async def test_a_session_ends_with_its_rollout() -> None:
+async def test_session_ends_with_its_rollout() -> None:
     lock = Lock()
 
-    def hang(seen: list[Message]) -> Said:
+    def hang(observed: list[Message]) -> Said:
         scope.cancel()
         return '{"number": 1}'
 
@@ -413,8 +419,8 @@ async def test_a_session_ends_with_its_rollout() -> None:
                 await anyio.lowlevel.checkpoint()
 
 
-async def test_a_failure_below_the_agent_is_not_the_librarys() -> None:
-    def gone(seen: list[Message]) -> Said:
+async def test_failure_below_the_agent_is_not_the_librarys() -> None:
+    def gone(observed: list[Message]) -> Said:
         raise ServerUnavailable("gone")
 
     async with serving(Lock()) as url:

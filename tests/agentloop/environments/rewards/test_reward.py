@@ -110,7 +110,7 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
         ("", None),
     ],
 )
-def test_the_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None) -> None:
+def test_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
@@ -157,13 +157,13 @@ def test_printed_text_is_the_answer_of_a_program() -> None:
 
 
 @given(st.text(alphabet="{}\\ab<>"), st.text(alphabet="ab"))
-def test_a_box_at_the_end_is_found_after_anything(before: str, inside: str) -> None:
+def test_box_at_the_end_is_found_after_anything(before: str, inside: str) -> None:
     assert last_box(f"{before} \\boxed{{{inside}}}") == inside
 
 
 @given(st.lists(st.text(alphabet="<>/ab")))
 def test_every_closed_tag_is_counted(inside: list[str]) -> None:
-    text = "".join(f"<answer>{one}</answer>" for one in inside)
+    text = "".join(f"<answer>{single}</answer>" for single in inside)
     assert tagged_answers(text) == inside
 
 
@@ -264,41 +264,41 @@ def test_math_verify_decides_other_answers() -> None:
 )
 @pytest.mark.full
 async def test_math(grader: Grader, gold: str, answer: str, value: float) -> None:
-    found = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
-    assert (found.value, found.answer) == (value, answer)
-    assert found.reason
+    result = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
+    assert (result.value, result.answer) == (value, answer)
+    assert result.reason
 
 
-async def test_the_models_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
+async def test_models_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for code in (f"open('{mark}','w')", f"__import__('pathlib').Path('{mark}').touch()"):
-        found = await grader.score(rollout(f"<answer>{code}</answer>"), task())
-        assert found.value == 0.0
+        result = await grader.score(rollout(f"<answer>{code}</answer>"), task())
+        assert result.value == 0.0
     assert not mark.exists()
 
 
 async def test_only_the_last_turn_answers(grader: Grader) -> None:
-    found = await grader.score(rollout(r"\boxed{5}", "I give up."), task())
-    assert (found.value, found.answer) == (0.0, None)
+    result = await grader.score(rollout(r"\boxed{5}", "I give up."), task())
+    assert (result.value, result.answer) == (0.0, None)
     assert (await grader.score(rollout(), task())).value == 0.0
 
 
-async def test_a_rollout_cut_short_is_wrong(grader: Grader) -> None:
+async def test_rollout_cut_short_is_wrong(grader: Grader) -> None:
     for reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET):
-        found = await grader.score(rollout(r"so \boxed{5", reason=reason), task())
-        assert found.value == 0.0
+        result = await grader.score(rollout(r"so \boxed{5", reason=reason), task())
+        assert result.value == 0.0
 
 
-async def test_a_rollout_that_ran_out_of_time_has_no_reward(grader: Grader) -> None:
-    found = await grader.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
-    assert found.value is None
-    assert "ran out of time" in found.reason
+async def test_rollout_that_ran_out_of_time_has_no_reward(grader: Grader) -> None:
+    result = await grader.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
+    assert result.value is None
+    assert "ran out of time" in result.reason
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
 )
-async def test_a_rollout_that_used_up_its_time_is_scored(
+async def test_rollout_that_used_up_its_time_is_scored(
     grader: Grader, text: str, value: float
 ) -> None:
     used = rollout(text, reason=StopReason.TIME_BUDGET)
@@ -310,26 +310,26 @@ async def test_a_rollout_that_used_up_its_time_is_scored(
 async def test_infrastructure_has_no_reward(grader: Grader) -> None:
     broken = rollout(r"\boxed{5}", reason=StopReason.INFRASTRUCTURE)
     broken.error = "the server died"
-    found = await grader.score(broken, task())
-    assert (found.value, found.answer) == (None, None)
-    assert "the server died" in found.reason
+    result = await grader.score(broken, task())
+    assert (result.value, result.answer) == (None, None)
+    assert "the server died" in result.reason
 
 
-async def test_a_cancelled_rollout_has_no_reward_from_any_grader(grader: Grader) -> None:
+async def test_cancelled_rollout_has_no_reward_from_any_grader(grader: Grader) -> None:
     cancelled = rollout(r"\boxed{5}", reason=StopReason.CANCELLED)
     assert await grader.score(cancelled, task()) == Reward(None, None, "it was cancelled")
-    async with Grader(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
-        assert (await other.score(cancelled, task())).value is None
+    async with Grader(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as second:
+        assert (await second.score(cancelled, task())).value is None
 
 
 @pytest.mark.full
-async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
+async def test_answer_that_hangs_math_verify_is_wrong() -> None:
     settings = RewardSettings(num_workers=1, timeout_s=6, retries=0)
     async with Grader(settings) as grader:
-        found = await grader.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
-        assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
-        assert re.search(r"no result after 6 s|the process ended", found.reason)
-        assert "(2 tries)" in found.reason
+        result = await grader.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
+        assert (result.value, result.answer) == (0.0, "9^{9^{9^{9}}} + x")
+        assert re.search(r"no result after 6 s|the process ended", result.reason)
+        assert "(2 tries)" in result.reason
         settings.timeout_s = 60
         assert (await grader.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
 
@@ -347,38 +347,38 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     ],
 )
 @pytest.mark.full
-async def test_a_failed_check_is_attributed_to_its_cause(
+async def test_failed_check_is_attributed_to_its_cause(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
     monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
-        found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
-        assert (found.value, found.answer) == (value, answer)
-        assert why in found.reason
+        result = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
+        assert (result.value, result.answer) == (value, answer)
+        assert why in result.reason
 
 
 @pytest.mark.full
-async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
+async def test_check_that_was_killed_once_is_not_the_answers_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One hang is no proof: the second try has to show it, and was killed from outside."""
     monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         answer = f"hangs, then is killed: {tmp_path / 'mark'}"
-        found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
-        assert found.value is None
-        assert "SIGKILL" in found.reason
+        result = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
+        assert result.value is None
+        assert "SIGKILL" in result.reason
 
 
-async def test_a_check_that_cannot_be_started_gives_no_reward(
+async def test_check_that_cannot_be_started_gives_no_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with Grader(RewardSettings(num_workers=1)) as grader:
         monkeypatch.setattr(grader._processes, "_preload", ["no.such:thing"])
-        found = await grader.score(rollout(r"\boxed{x}"), task("y"))
-        assert found.value is None
-        assert "No module named 'no'" in found.reason
+        result = await grader.score(rollout(r"\boxed{x}"), task("y"))
+        assert result.value is None
+        assert "No module named 'no'" in result.reason
 
 
 async def test_exact_compares_numbers_and_text_only() -> None:
@@ -389,12 +389,12 @@ async def test_exact_compares_numbers_and_text_only() -> None:
 
 
 @pytest.mark.full
-async def test_a_function_by_name_runs_in_a_process() -> None:
+async def test_function_by_name_runs_in_a_process() -> None:
     async with scoring("length") as grader:
         assert (await grader.score(rollout("four"), task())).value == 4.0
     async with scoring("judged") as grader:
-        found = await grader.score(rollout("a text"), task())
-        assert found == Reward(0.25, "a text", "judged for task-1")
+        result = await grader.score(rollout("a text"), task())
+        assert result == Reward(0.25, "a text", "judged for task-1")
     async with scoring("reads") as grader:
         assert (await grader.score(rollout(), task())).value == 0.0
 
@@ -414,9 +414,9 @@ async def test_values_that_a_reward_function_may_return() -> None:
         unknown = await grader.score(rollout(), task("nan"))
         assert unknown.value is None  # a model's text may decide a number: that ends no run
         assert re.fullmatch(f"{FUNCTIONS}:says: reward: expected .* got nan", unknown.reason)
-        for said, why in [("text", "'a text'"), ("set", "{1, 2}"), ("long", "'xxx")]:
-            with pytest.raises(RewardError, match=why):
-                await grader.score(rollout(), task(said))
+        for stated, cause in [("text", "'a text'"), ("set", "{1, 2}"), ("long", "'xxx")]:
+            with pytest.raises(RewardError, match=cause):
+                await grader.score(rollout(), task(stated))
 
 
 @pytest.mark.parametrize(
@@ -445,12 +445,12 @@ async def test_numbers_beside_the_score_of_verl_are_parts() -> None:
 
 
 async def test_messages_are_completed_by_messages() -> None:
-    asked = Task("task-1", [{"role": "user", "content": "What?"}], "5")
+    requests = Task("task-1", [{"role": "user", "content": "What?"}], "5")
     async with scoring("trl_messages") as grader:
-        assert (await grader.score(rollout("It is 5"), asked)).value == 1.0
+        assert (await grader.score(rollout("It is 5"), requests)).value == 1.0
     async with scoring("trl") as grader:
         with pytest.raises(RewardError, match="AttributeError"):
-            await grader.score(rollout("It is 5"), asked)
+            await grader.score(rollout("It is 5"), requests)
 
 
 @pytest.mark.parametrize(
@@ -535,9 +535,7 @@ async def test_first_thousand_references_are_checked() -> None:
     ],
 )
 @pytest.mark.full
-async def test_a_function_that_fails_is_an_error_and_never_a_reward(
-    function: str, why: str
-) -> None:
+async def test_function_that_fails_is_an_error_and_never_a_reward(function: str, why: str) -> None:
     async with scoring(function, retries=2) as grader:
         with pytest.raises(RewardError, match=re.escape(why)) as caught:
             await grader.score(rollout(), task())
@@ -545,7 +543,7 @@ async def test_a_function_that_fails_is_an_error_and_never_a_reward(
 
 
 @pytest.mark.full
-async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
+async def test_function_that_hangs_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     async with scoring("hangs", timeout_s=2, retries=0) as grader:
         with pytest.raises(RewardError, match=r"no result after 2 s$"):
@@ -554,7 +552,7 @@ async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> None:
+async def test_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     async with scoring("hangs") as grader, anyio.create_task_group() as tasks:
         tasks.start_soon(grader.score, rollout(), task(pid=str(pid)))
@@ -564,7 +562,7 @@ async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+async def test_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = f"""
 import anyio
@@ -582,13 +580,13 @@ anyio.run(main)
     await eventually(lambda: not is_alive(pid))
 
 
-async def test_a_function_that_failed_once_is_asked_again(tmp_path: Path) -> None:
+async def test_function_that_failed_once_is_asked_again(tmp_path: Path) -> None:
     async with scoring("fails_once") as grader:
-        found = await grader.score(rollout(), task(mark=str(tmp_path / "mark")))
-        assert found.value == 1.0
+        result = await grader.score(rollout(), task(mark=str(tmp_path / "mark")))
+        assert result.value == 1.0
 
 
-async def test_a_function_of_this_process() -> None:
+async def test_function_of_this_process() -> None:
     async def judge(trajectory: Trajectory, task: Task) -> Reward:
         await anyio.lowlevel.checkpoint()
         return Reward(0.5, trajectory.text, task.id)
@@ -599,7 +597,7 @@ async def test_a_function_of_this_process() -> None:
         assert (await grader.score(rollout("four"), task())).value == 4.0
 
 
-async def test_a_function_of_this_process_that_fails() -> None:
+async def test_function_of_this_process_that_fails() -> None:
     calls = 0
 
     async def hangs(trajectory: Trajectory, task: Task) -> float:
@@ -635,16 +633,16 @@ class FakePool:
 
     async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
         await anyio.lowlevel.checkpoint()
-        asked = json.loads(stdin)
-        self.asked.append(asked)
-        said = self.said.pop(0)
-        if isinstance(said, SandboxError):
-            raise said
-        begun = f"\n{asked['mark']} scores\n" if self.gets_far else ""
-        if isinstance(said, CallStatus):
-            return CallResult(0, said, stdout=begun, stderr="no luck")
-        mark = asked["mark"] if said else "not the mark"
-        return CallResult(0, CallStatus.OK, stdout=f"{begun}\n{mark} {json.dumps(said)}\n")
+        requests = json.loads(stdin)
+        self.asked.append(requests)
+        stated = self.said.pop(0)
+        if isinstance(stated, SandboxError):
+            raise stated
+        started = f"\n{requests['mark']} scores\n" if self.gets_far else ""
+        if isinstance(stated, CallStatus):
+            return CallResult(0, stated, stdout=started, stderr="no luck")
+        mark = requests["mark"] if stated else "not the mark"
+        return CallResult(0, CallStatus.OK, stdout=f"{started}\n{mark} {json.dumps(stated)}\n")
 
 
 PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
@@ -681,29 +679,35 @@ async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
     pool = FakePool(said, said)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
-        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
-    assert (found.value, found.answer) == (value, "1+1")
-    assert why in found.reason
+        result = await grader.score(
+            rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
+        )
+    assert (result.value, result.answer) == (value, "1+1")
+    assert why in result.reason
     assert pool.asked[0] | {"mark": ""} == {"puzzle": PUZZLE, "answer": "1+1", "mark": ""}
 
 
 @pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
-async def test_a_sandbox_failure_before_scoring_is_not_the_answers_fault(how: CallStatus) -> None:
+async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(how: CallStatus) -> None:
     pool = FakePool(how, how, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
-        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
-    assert (found.value, found.answer) == (None, "1+1")
-    assert f"the sandbox call ended with status {how}: no luck (2 tries)" in found.reason
+        result = await grader.score(
+            rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
+        )
+    assert (result.value, result.answer) == (None, "1+1")
+    assert f"the sandbox call ended with status {how}: no luck (2 tries)" in result.reason
 
 
-async def test_a_scorer_that_was_slow_once_has_a_second_try() -> None:
+async def test_scorer_that_was_slow_once_has_a_second_try() -> None:
     pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
-        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
-    assert found.value == 1.0
+        result = await grader.score(
+            rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
+        )
+    assert result.value == 1.0
 
 
-async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
+async def test_puzzles_own_answer_needs_no_scorer() -> None:
     async with Grader(RewardSettings(function="exact")) as grader:
         puzzle = task("7", reasoning_gym=PUZZLE)
         assert (await grader.score(rollout("<answer>7</answer>"), puzzle)).value == 1.0
@@ -711,7 +715,7 @@ async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
             await grader.score(rollout("<answer>8</answer>"), puzzle)
 
 
-async def test_a_sandbox_without_the_package_is_an_error() -> None:
+async def test_sandbox_without_the_package_is_an_error() -> None:
     pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         with pytest.raises(SettingsError, match="reasoning-gym is not installed in the sandbox"):

@@ -68,7 +68,7 @@ def test_each_environment_has_its_own_tasks_in_their_order() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 30), st.floats(0.1, 9))
-def test_a_cursor_continues_all_of_them(number: int, weight: float) -> None:
+def test_cursor_continues_all_of_them(number: int, weight: float) -> None:
     source = mixed(easy=1, hard=weight)
     list(islice(source, number))
     again = mixed(easy=1, hard=weight)
@@ -95,7 +95,7 @@ def test_after_a_change_of_weights_no_environment_has_many_turns_in_a_row() -> N
         assert max(len(list(same)) for _, same in groupby(names)) <= 3
 
 
-def test_a_cursor_of_other_environments_or_tasks_is_refused() -> None:
+def test_cursor_of_other_environments_or_tasks_is_refused() -> None:
     cursor = mixed(easy=1, hard=1).cursor()
     with pytest.raises(DataError, match="envs: the run has easy, hard, not easy, other: keep"):
         mixed(easy=1, other=1).go_to(cursor)
@@ -125,15 +125,15 @@ def test_only_listed_tasks_are_all_known(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "1 + 2?", "answer": "3"}\n')
     listed = TasksSettings(kind="jsonl", paths=[file])
-    both = {"a": TaskSource.open(listed), "b": TaskSource.open(listed)}
-    distinct = MixedTasks(both, {"a": 1, "b": 1}).distinct
+    pair = {"a": TaskSource.open(listed), "b": TaskSource.open(listed)}
+    distinct = MixedTasks(pair, {"a": 1, "b": 1}).distinct
     assert distinct is not None
     assert [task.env for task in distinct] == ["a", "a", "b", "b"]
-    both["c"] = TaskSource.open(TasksSettings())
-    assert MixedTasks(both, {"a": 1, "b": 1, "c": 1}).distinct is None
+    pair["c"] = TaskSource.open(TasksSettings())
+    assert MixedTasks(pair, {"a": 1, "b": 1, "c": 1}).distinct is None
 
 
-def test_a_task_that_is_passed_over_does_not_cost_its_environment_the_turn() -> None:
+def test_task_that_is_passed_over_does_not_cost_its_environment_the_turn() -> None:
     offered: list[Task] = []
 
     def every_other(task: Task) -> bool:

@@ -101,11 +101,11 @@ def test_rows_of_verl(tmp_path: Path) -> None:
 
 
 def test_numbers_as_answers(tmp_path: Path) -> None:
-    for given_, answer in [(25, "25"), (25.0, "25"), (0, "0"), (0.5, "0.5"), (-1, "-1")]:
-        assert one(tmp_path, {"problem": "x?", "answer": given_}).answer == answer
+    for inputs_, answer in [(25, "25"), (25.0, "25"), (0, "0"), (0.5, "0.5"), (-1, "-1")]:
+        assert one(tmp_path, {"problem": "x?", "answer": inputs_}).answer == answer
 
 
-def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
+def test_prompt_around_a_problem(tmp_path: Path) -> None:
     row = {"problem": "What is {1}?", "answer": 1}
     made = one(tmp_path, row, template="{problem} Use \\boxed{}.", system="Be brief.")
     assert made.prompt == [
@@ -160,13 +160,13 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
+def test_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
     path = jsonl(tmp_path / "data.jsonl", [*rows(2), row])
     with pytest.raises(DataError, match=re.escape(f"{path}: line 3: ") + ".*" + re.escape(why)):
         opened(path)
 
 
-def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+def test_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"problem": "x?", "answer": 1}\n\n{"problem"\n')
     with pytest.raises(DataError, match=re.escape(f"{path}: line 3: not JSON")):
@@ -256,9 +256,9 @@ def test_parquet(tmp_path: Path) -> None:
         opened(path, "parquet")
 
 
-def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
+def test_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
-    for columns, why in [
+    for columns, reason in [
         ({"text": ["x?"], "answer": ["1"]}, "one of the columns 'messages', 'prompt', "),
         ({"text": ["x?"], "answer": ["1"]}, "is required; the file has 'answer', 'text'"),
         ({"problem": ["x?"]}, "one of the columns 'reward_model.ground_truth', 'answer', "),
@@ -266,7 +266,7 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
         ({}, "the file has none"),
     ]:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
-        with pytest.raises(DataError, match=f"^{re.escape(str(path))}: .*{re.escape(why)}"):
+        with pytest.raises(DataError, match=f"^{re.escape(str(path))}: .*{re.escape(reason)}"):
             opened(path, "parquet")
     gaps = pyarrow.table({"problem": ["x?", "y?", None], "answer": [1.0, float("nan"), 2.0]})
     pyarrow.parquet.write_table(gaps, path)
@@ -279,9 +279,7 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
         opened(path, "parquet")
 
 
-def test_a_package_that_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(SettingsError, match=r"pip install 'agentloop-rl\[data\]'"):
         opened(tmp_path / "data.parquet", "parquet")
@@ -292,11 +290,11 @@ def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import datasets  # slow: only the worker that runs this test shall import it
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    found = datasets.Dataset.from_list([verl(number) for number in range(5)])
-    found.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"test": found}).save_to_disk(tmp_path / "splits")
+    result = datasets.Dataset.from_list([verl(number) for number in range(5)])
+    result.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": result}).save_to_disk(tmp_path / "splits")
     (tmp_path / "files").mkdir()
-    found.to_parquet(tmp_path / "files" / "train-0.parquet")
+    result.to_parquet(tmp_path / "files" / "train-0.parquet")
     for name, split in [("saved", "train"), ("splits", "test"), ("files", "train")]:
         settings = TasksSettings(
             kind="huggingface", name=str(tmp_path / name), split=split, shuffle=False
@@ -325,7 +323,7 @@ def test_every_epoch_has_every_task_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "arithmetic", "symbolic"])
 @pytest.mark.parametrize("num_taken", [0, 1, 19, 20, 21, 55])
-def test_a_cursor_continues_where_it_was_taken(tmp_path: Path, kind: str, num_taken: int) -> None:
+def test_cursor_continues_where_it_was_taken(tmp_path: Path, kind: str, num_taken: int) -> None:
     path = jsonl(tmp_path / "data.jsonl", rows(20))
     source = opened(path, kind, held_out=0.1)
     take(source, num_taken)
@@ -338,7 +336,7 @@ def test_a_cursor_continues_where_it_was_taken(tmp_path: Path, kind: str, num_ta
     assert take(again, 50) == expected
 
 
-def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
+def test_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "data.jsonl", rows(20))
     cursor = opened(path).cursor()
     jsonl(path, list(reversed(rows(20))))
@@ -358,10 +356,12 @@ def test_rows_that_differ_in_any_field_are_different_tasks(
 ) -> None:
     row: dict[str, Any] = {"problem": "Play.", "answer": 1, "extra_info": {"pot": [1], "by": "me"}}
     turned = {**row, "problem": "Play. ", "extra_info": {"by": "me", "pot": [1]}}
-    others: list[dict[str, Any]] = [
+    remaining: list[dict[str, Any]] = [
         {"answer": 2}, {"extra_info": {"pot": [2], "by": "me"}}, {"level": 2}, {"source": "x"}
     ]  # fmt: skip
-    path = jsonl(tmp_path / "data.jsonl", [row, turned, *(row | other for other in others), row])
+    path = jsonl(
+        tmp_path / "data.jsonl", [row, turned, *(row | another for another in remaining), row]
+    )
     source = opened(path)
     assert source.distinct is not None
     assert len({task.id for task in source.distinct}) == len(source.distinct) == 5
@@ -446,7 +446,7 @@ def test_fields_of_a_row_are_plain_data(tmp_path: Path) -> None:
 
 
 @given(st.permutations(range(12)), st.sampled_from([0.3, 4.0]))
-def test_the_order_of_a_file_does_not_matter(order: list[int], held_out: float) -> None:
+def test_order_of_a_file_does_not_matter(order: list[int], held_out: float) -> None:
     """Duplicates and whitespace do not matter either."""
     path = Path("unused.jsonl")
     plain, mixed = rows(12), [rows(12)[index] for index in order]
@@ -477,7 +477,7 @@ def test_held_out_tasks_stay_held_out_when_a_file_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "symbolic"])
-def test_a_generator_never_trains_on_what_it_holds_out(kind: Any) -> None:
+def test_generator_never_trains_on_what_it_holds_out(kind: Any) -> None:
     settings = TasksSettings(kind=kind, levels=[1, 2], held_out=40)
     source = TaskSource.open(settings)
     held_out = source.held_out()
@@ -487,12 +487,12 @@ def test_a_generator_never_trains_on_what_it_holds_out(kind: Any) -> None:
     assert {task.level for task in trained} == {1, 2}
     assert TaskSource.open(settings).held_out() == held_out
     assert take(TaskSource.open(settings), 50) == trained[:50]
-    other = settings.model_copy(update={"seed": 1})
-    assert take(TaskSource.open(other), 50) != trained[:50]
+    another = settings.model_copy(update={"seed": 1})
+    assert take(TaskSource.open(another), 50) != trained[:50]
     assert TaskSource.open(TasksSettings(kind=kind)).held_out() == []
 
 
-def test_a_level_with_few_problems_holds_out_few() -> None:
+def test_level_with_few_problems_holds_out_few() -> None:
     source = TaskSource.open(TasksSettings(levels=[1], held_out=10_000))
     held_out = source.held_out()
     assert 10 < len(held_out) == len({task.prompt for task in held_out}) < 100
@@ -501,7 +501,7 @@ def test_a_level_with_few_problems_holds_out_few() -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "arithmetic"])
-def test_a_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
+def test_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
     source = opened(jsonl(tmp_path / "data.jsonl", rows(20)), kind, held_out=2)
     for task in [*take(source, 5), *source.held_out()]:
         assert source.find(task.id) == task
@@ -531,16 +531,16 @@ def test_inconsistent_settings_are_rejected(settings: dict[str, Any], why: str) 
 
 def solved_arithmetic(text: str) -> int:
     value = 0
-    if found := re.fullmatch(r"What is (\d+) (\w+) (\d+)\?", text):
-        first, op, second = found.groups()
+    if result := re.fullmatch(r"What is (\d+) (\w+) (\d+)\?", text):
+        first, op, second = result.groups()
         return int(sympy.sympify(f"{first}{OPS[op]}{second}"))
-    found = re.fullmatch(r"Take (.*)\. What is the result\?", text)
-    assert found
-    first, *others = found[1].split(", then ")
-    left, op, right = first.split(" ")
-    value = int(sympy.sympify(f"{left}{OPS[op]}{right}"))
-    for other in others:
-        op, _, operand = other.rpartition(" ")
+    result = re.fullmatch(r"Take (.*)\. What is the result\?", text)
+    assert result
+    first, *remaining = result[1].split(", then ")
+    still_open, op, right = first.split(" ")
+    value = int(sympy.sympify(f"{still_open}{OPS[op]}{right}"))
+    for another in remaining:
+        op, _, operand = another.rpartition(" ")
         value = int(sympy.sympify(f"({value}){OPS[op]}{operand}"))
     return value
 
@@ -554,18 +554,18 @@ def solved_symbolic(text: str) -> int:
     def equation(text: str) -> Any:
         return sympy.Eq(*map(expression, text.split(" = ")))
 
-    if found := re.fullmatch(r"Solve for x: (.*)", text):
-        return int(*sympy.solve(equation(found[1]), x))
-    if found := re.fullmatch(r"What is the largest solution of (.*)\?", text):
-        return int(max(sympy.solve(equation(found[1]), x)))
-    if found := re.fullmatch(r"Let (.*) and (.*)\. What is x \+ y\?", text):
-        (solution,) = sympy.solve([equation(found[1]), equation(found[2])], [x, y], dict=True)
+    if result := re.fullmatch(r"Solve for x: (.*)", text):
+        return int(*sympy.solve(equation(result[1]), x))
+    if result := re.fullmatch(r"What is the largest solution of (.*)\?", text):
+        return int(max(sympy.solve(equation(result[1]), x)))
+    if result := re.fullmatch(r"Let (.*) and (.*)\. What is x \+ y\?", text):
+        (solution,) = sympy.solve([equation(result[1]), equation(result[2])], [x, y], dict=True)
         return int(solution[x] + solution[y])
-    if found := re.fullmatch(r"Let f\(x\) = (.*)\. What is f'\((.*)\)\?", text):
-        return int(sympy.diff(expression(found[1]), x).subs(x, int(found[2])))
-    found = re.fullmatch(r"What is the integral of (.*) from x = (.*) to x = (.*)\?", text)
-    assert found
-    return int(sympy.integrate(expression(found[1]), (x, int(found[2]), int(found[3]))))
+    if result := re.fullmatch(r"Let f\(x\) = (.*)\. What is f'\((.*)\)\?", text):
+        return int(sympy.diff(expression(result[1]), x).subs(x, int(result[2])))
+    result = re.fullmatch(r"What is the integral of (.*) from x = (.*) to x = (.*)\?", text)
+    assert result
+    return int(sympy.integrate(expression(result[1]), (x, int(result[2]), int(result[3]))))
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4, 6, 7, 12])
@@ -602,7 +602,7 @@ def test_long_integers_keep_their_digits(tmp_path: Path) -> None:
     assert task.answer == "123456789012345678901234567890"
 
 
-def test_a_benchmark_may_be_held_out_as_a_whole(tmp_path: Path) -> None:
+def test_benchmark_may_be_held_out_as_a_whole(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"problem": "?", "answer": 1}\n')
     source = TaskSource.open(TasksSettings(kind="jsonl", paths=[file], held_out=1))

@@ -24,10 +24,10 @@ def tasks(count: int, *levels: int) -> list[Task]:
 
 @pytest.mark.parametrize("level", [1, 2, 6])
 def test_two_in_five_are_right_and_two_in_five_calls_fail(level: int) -> None:
-    asked = tasks(3000, level)
+    requests = tasks(3000, level)
     num_right = num_calls = num_faulty = 0
     ratios = []
-    for task, row in zip(asked, dialogues(asked), strict=True):
+    for task, row in zip(requests, dialogues(requests), strict=True):
         *_, last = row["messages"]
         boxed = re.search(r"<answer>\\boxed\{(-?\d+)\}</answer>$", last["content"])
         assert boxed is not None
@@ -47,9 +47,9 @@ def test_two_in_five_are_right_and_two_in_five_calls_fail(level: int) -> None:
 
 
 def test_dialogues_are_deterministic() -> None:
-    asked = tasks(50)
-    assert list(dialogues(asked, seed=3)) == list(dialogues(asked, seed=3))
-    assert list(dialogues(asked, seed=3)) != list(dialogues(asked, seed=4))
+    requests = tasks(50)
+    assert list(dialogues(requests, seed=3)) == list(dialogues(requests, seed=3))
+    assert list(dialogues(requests, seed=3)) != list(dialogues(requests, seed=4))
 
 
 @pytest.mark.real
@@ -71,7 +71,7 @@ async def test_results_are_those_of_the_sandbox() -> None:
                 assert (await run({"code": code})).content == content
 
 
-def test_the_command_writes_dialogues_about_nothing_that_is_held_out(
+def test_command_writes_dialogues_about_nothing_that_is_held_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "teacher.jsonl"
@@ -80,10 +80,10 @@ def test_the_command_writes_dialogues_about_nothing_that_is_held_out(
     assert capsys.readouterr().out == f"{out}: 500 dialogues\n"
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert len(rows) == 500
-    asked = {row["messages"][0]["content"] for row in rows}
+    requests = {row["messages"][0]["content"] for row in rows}
     for held_out in (32, 0.1):
-        other = TasksSettings(levels=[1, 2], seed=7, held_out=held_out)
-        assert not asked & {task.prompt for task in TaskSource.open(other).held_out()}
+        second = TasksSettings(levels=[1, 2], seed=7, held_out=held_out)
+        assert not requests & {task.prompt for task in TaskSource.open(second).held_out()}
     assert all(row["tools"] == [PythonCode.schema] for row in rows)
 
 

@@ -108,7 +108,7 @@ async def keeping(clients: Clients, *processes: Process, **options: float) -> As
         tasks.cancel_scope.cancel()
 
 
-async def test_a_server_that_dies_is_restarted_and_its_clients_know_first() -> None:
+async def test_server_that_dies_is_restarted_and_its_clients_know_first() -> None:
     a, b, clients = Process("a"), Process("b"), Clients()
     async with keeping(clients, a, b):
         a.die("exit status 1\nthe log's tail")
@@ -117,7 +117,7 @@ async def test_a_server_that_dies_is_restarted_and_its_clients_know_first() -> N
     assert (a.num_starts, b.num_starts) == (1, 0)
 
 
-async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_afterwards() -> None:
+async def test_server_that_dies_while_the_learner_has_the_gpus_starts_afterwards() -> None:
     process, clients = Process("a"), Clients()
     clients.may_start = anyio.Event()
     async with keeping(clients, process):
@@ -129,7 +129,7 @@ async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_afterwar
         await eventually(lambda: process.alive)
 
 
-async def test_a_server_that_was_retired_stays_dead() -> None:
+async def test_server_that_was_retired_stays_dead() -> None:
     process, clients = Process("a"), Clients()
     clients.disabled.add("a")
     async with keeping(clients, process):
@@ -139,7 +139,7 @@ async def test_a_server_that_was_retired_stays_dead() -> None:
     assert process.num_starts == 0
 
 
-async def test_the_last_server_given_up_is_an_error_with_its_log() -> None:
+async def test_last_server_given_up_is_an_error_with_its_log() -> None:
     a, b, clients = Process("a"), Process("b"), Clients()
     a.die("killed")
     b.die("exit status 7\nout of memory")
@@ -159,7 +159,7 @@ async def test_servers_of_others_are_enough() -> None:
         await anyio.wait_all_tasks_blocked()
 
 
-async def test_a_restart_that_fails_is_cleaned_up_and_counts() -> None:
+async def test_restart_that_fails_is_cleaned_up_and_counts() -> None:
     process, clients = Process("a", ServerStartError("exit status 3")), Clients()
     process.die("killed")
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
@@ -173,7 +173,7 @@ async def test_a_restart_that_fails_is_cleaned_up_and_counts() -> None:
     assert process.num_stops == 1
 
 
-async def test_an_unresponsive_server_is_killed_and_restarted() -> None:
+async def test_unresponsive_server_is_killed_and_restarted() -> None:
     process, clients = Process("a"), Clients()
     clients.dead.add("a")
     async with keeping(clients, process, unresponsive_s=0.02):
@@ -183,7 +183,7 @@ async def test_an_unresponsive_server_is_killed_and_restarted() -> None:
     assert clients.calls[:2] == ["a exited: was killed", "a restarting"]
 
 
-async def test_a_server_need_not_answer_while_it_starts() -> None:
+async def test_server_need_not_answer_while_it_starts() -> None:
     process, clients = Process("a"), Clients()
     process.may_start = anyio.Event()
     clients.dead.add("a")

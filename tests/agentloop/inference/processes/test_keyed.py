@@ -17,7 +17,7 @@ print("hush" in open("/proc/self/cmdline").read())
 """
 
 
-def test_the_key_is_an_argument_only_inside_the_process(tmp_path: Path) -> None:
+def test_key_is_an_argument_only_inside_the_process(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "launch_server.py").write_text(STUB)

@@ -204,7 +204,7 @@ async def test_cancelled_while_the_guardian_is_forked(
     assert spawned[0].returncode is not None
 
 
-async def test_a_server_gets_sigterm_if_there_is_a_stop_timeout(tmp_path: Path) -> None:
+async def test_server_gets_sigterm_if_there_is_a_stop_timeout(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", stop_timeout_s=10.0)
     async with running([stub.launch], on_progress=quiet):
         pass
@@ -249,7 +249,7 @@ async def test_death_by_a_signal_is_named(tmp_path: Path) -> None:
     assert "(it is empty)" in str(caught.value)
 
 
-async def test_a_command_that_cannot_run(tmp_path: Path) -> None:
+async def test_command_that_cannot_run(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub")
     launch = Launch(**{**vars(stub.launch), "command": (str(tmp_path / "nothing"),)})
     with pytest.raises(ServerStartError, match="cannot run"):
@@ -257,7 +257,7 @@ async def test_a_command_that_cannot_run(tmp_path: Path) -> None:
             raise AssertionError("it cannot run")
 
 
-async def test_a_server_that_dies_while_starting_stops_the_others(tmp_path: Path) -> None:
+async def test_server_that_dies_while_starting_stops_the_others(tmp_path: Path) -> None:
     good = Stub(tmp_path / "good")
     waits = f"import os, time\nwhile not os.path.exists({str(good.record)!r}): time.sleep(0.01)\n"
     bad = Stub(tmp_path / "bad", waits + "raise SystemExit('no luck')")
@@ -267,7 +267,7 @@ async def test_a_server_that_dies_while_starting_stops_the_others(tmp_path: Path
     assert good.left == []
 
 
-async def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
+async def test_start_that_takes_too_long(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", "print('busy', flush=True); import time; time.sleep(600)")
     launch = Launch(**{**vars(stub.launch), "start_timeout_s": 0.5})
     with pytest.raises(ServerStartError, match=r"not ready within 0\.5 s .server\.start_timeout_s"):
@@ -275,7 +275,7 @@ async def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
             raise AssertionError("it was never ready")
 
 
-async def test_a_later_death_is_reported(stub: Stub) -> None:
+async def test_later_death_is_reported(stub: Stub) -> None:
     async with running([stub.launch], on_progress=quiet) as [server]:
         os.kill(stub.pids[0], signal.SIGKILL)
         with anyio.fail_after(patient(30)):
@@ -286,7 +286,7 @@ async def test_a_later_death_is_reported(stub: Stub) -> None:
         assert stub.left == []
 
 
-async def test_a_server_does_not_outlive_its_guardian(stub: Stub) -> None:
+async def test_server_does_not_outlive_its_guardian(stub: Stub) -> None:
     async with running([stub.launch], on_progress=quiet) as [server]:
         os.kill(_stat(stub.pids[0])[1], signal.SIGKILL)
         await until(lambda: not _runs(stub.pids[0]))
@@ -379,7 +379,7 @@ async def test_threads_of_servers_sleep_while_waiting_unless_configured_otherwis
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_folder_of_a_process_is_removed_when_it_has_ended(
+async def test_folder_of_a_process_is_removed_when_it_has_ended(
     tmp_path: Path, is_killed: bool
 ) -> None:
     folder = tmp_path / "sockets"
@@ -422,7 +422,7 @@ def test_plan_on_a_gpu(model: Path, tmp_path: Path) -> None:
     assert first.stop_timeout_s == 15
 
 
-def test_the_kv_cache_of_a_large_model_is_bounded(model: Path, tmp_path: Path) -> None:
+def test_kv_cache_of_a_large_model_is_bounded(model: Path, tmp_path: Path) -> None:
     config = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
@@ -439,26 +439,26 @@ def test_the_kv_cache_of_a_large_model_is_bounded(model: Path, tmp_path: Path) -
     assert _option(launch, "--max-total-tokens") == "99"
 
 
-def test_a_name_may_be_downloaded(tmp_path: Path) -> None:
+def test_name_may_be_downloaded(tmp_path: Path) -> None:
     [launch] = plan("some/model", ServerSettings(device="cpu"), log_dir=tmp_path)
     assert launch.model_path == "some/model"
     assert launch.environment.get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE")
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_folder_that_holds_no_model(tmp_path: Path, as_text: bool) -> None:
+def test_folder_that_holds_no_model(tmp_path: Path, as_text: bool) -> None:
     for folder, error in ((tmp_path, r"no config\.json"), (tmp_path / "x", "does not exist")):
         with pytest.raises(ModelError, match=error):
             plan(str(folder) if as_text else folder, ServerSettings(), log_dir=tmp_path)
 
 
-def test_a_config_without_a_needed_key(model: Path, tmp_path: Path) -> None:
+def test_config_without_a_needed_key(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="num_attention_heads"):
         plan(model, ServerSettings(device="cpu"), log_dir=tmp_path)
 
 
-def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
+def test_port_in_use(model: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -467,7 +467,7 @@ def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
             plan(model, ServerSettings(port=port, device="cpu"), log_dir=tmp_path)
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ServerSettings(device="cuda")
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
     with pytest.raises(SettingsError, match=r"^server.tp_size: 2 needs as many GPUs"):
@@ -497,7 +497,7 @@ async def test_sglang_is_missing(
             raise AssertionError("SGLang is missing")
 
 
-def test_a_process_describes_itself(stub: Stub) -> None:
+def test_process_describes_itself(stub: Stub) -> None:
     server = ServerProcess(stub.launch, guardian=None)  # type: ignore[arg-type]
     assert (server.url, server.model_path) == (stub.launch.url, "none")
     assert (server.log_path, server.pid) == (stub.launch.log_path, None)
@@ -537,7 +537,7 @@ class Seen:
         await keep_alive(servers, ServerSettings(**options), self)
 
 
-async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
+async def test_server_that_dies_is_started_again(stub: Stub) -> None:
     clients = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
@@ -557,7 +557,7 @@ async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
     assert stub.left == []
 
 
-async def test_an_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
+async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
     clients = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
@@ -596,7 +596,7 @@ async def test_giving_up_a_server_is_logged_and_giving_up_the_last_one_raises(
     assert clients.restarts == []
 
 
-async def test_an_unwanted_server_stays_dead(stub: Stub) -> None:
+async def test_unwanted_server_stays_dead(stub: Stub) -> None:
     clients = Seen()
     async with running([stub.launch], on_progress=quiet) as [server]:
         clients.unwanted.add(server.url)
@@ -621,7 +621,7 @@ async def test_healthy_servers_of_others_keep_the_runtime_alive(stub: Stub) -> N
             tasks.cancel_scope.cancel()
 
 
-async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
+async def test_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
     """The server starts once; after that it exits immediately."""
     once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
     stub = Stub(tmp_path / "stub", once)
@@ -639,7 +639,7 @@ async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("obstacle", ["removed", "in the way"])
 @pytest.mark.full
-async def test_a_log_that_cannot_be_renamed_does_not_prevent_a_restart(
+async def test_log_that_cannot_be_renamed_does_not_prevent_a_restart(
     stub: Stub, obstacle: str
 ) -> None:
     clients = Seen()
@@ -662,7 +662,7 @@ async def test_a_log_that_cannot_be_renamed_does_not_prevent_a_restart(
     assert stub.left == []
 
 
-async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
+async def test_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub")
     clients = Seen()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
@@ -681,7 +681,7 @@ async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
+async def test_slow_restart_is_not_killed(tmp_path: Path) -> None:
     """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)

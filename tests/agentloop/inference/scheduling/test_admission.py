@@ -53,7 +53,7 @@ TestFlight = pytest.mark.timeout(60)(Flight.TestCase)
 TestFlight.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_peak_follows_the_observed_lengths() -> None:
+def test_peak_follows_the_observed_lengths() -> None:
     """All rollouts ended at 1,600 tokens, so the peak is exactly that of each."""
     forecast = Forecast(longest=3200, weight=1e-9)
     for number in range(50):
@@ -91,7 +91,7 @@ def test_old_observations_count_little() -> None:
     assert predict_peak(10_000) > 15_000
 
 
-def test_a_rollout_starts_once() -> None:
+def test_rollout_starts_once() -> None:
     forecast = Forecast(longest=100)
     forecast.start("r")
     with pytest.raises(ValueError, match="r is already in flight"):
@@ -115,7 +115,7 @@ def test_admitted_groups_fit_at_their_peak(capacity: int, size: int, num_prompt:
     assert made.num_in_flight == 1 or held <= capacity
 
 
-def test_a_retraction_cuts_the_target_which_then_grows_back(
+def test_retraction_cuts_the_target_which_then_grows_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = "agentloop.inference.scheduling.admission"
@@ -138,7 +138,7 @@ def test_a_retraction_cuts_the_target_which_then_grows_back(
     assert made.target == 1.0
 
 
-def test_the_target_does_not_grow_when_reports_stop() -> None:
+def test_target_does_not_grow_when_reports_stop() -> None:
     made = admission()
     targets = [made.target]
     for now_s, num_retracted in ((0.0, 1), (14.0, 0), (17.0, 0), (20.0, 1)):

@@ -54,7 +54,7 @@ async def test_more_groups_than_fit_wait_in_order() -> None:
     assert gate.waits() == []
 
 
-async def test_a_group_may_always_start_if_none_is_in_flight() -> None:
+async def test_group_may_always_start_if_none_is_in_flight() -> None:
     gate, inside = gate_of([10]), list[str]()
     ends = [anyio.Event(), anyio.Event()]
     async with anyio.create_task_group() as tasks:
@@ -85,7 +85,7 @@ async def test_rollouts_that_end_free_capacity_before_their_group_does() -> None
         end.set()
 
 
-async def test_a_rollout_of_several_conversations_holds_what_they_hold_together() -> None:
+async def test_rollout_of_several_conversations_holds_what_they_hold_together() -> None:
     forecast = Forecast(longest=LONGEST, prior=200)
     gate = GroupGate(
         Admission(AdmissionLimits(), forecast), capacity=lambda: 2000, clock=lambda: 0.0
@@ -121,7 +121,7 @@ async def test_groups_of_conversations_are_admitted_by_the_prompt_that_siblings_
         pass
 
 
-async def test_a_source_is_asked_only_when_there_is_capacity() -> None:
+async def test_source_is_asked_only_when_there_is_capacity() -> None:
     gate, requests = gate_of([600]), list[int]()
     end = anyio.Event()
 
@@ -163,7 +163,7 @@ async def test_two_groups_of_one_name_are_refused() -> None:
                 pass
 
 
-async def test_a_name_is_taken_while_its_group_waits_and_free_afterwards() -> None:
+async def test_name_is_taken_while_its_group_waits_and_free_afterwards() -> None:
     gate, inside, end = gate_of([600]), list[str](), anyio.Event()
     async with anyio.create_task_group() as tasks:
         for name in "ab":
@@ -195,7 +195,7 @@ async def test_no_state_is_left_and_no_group_is_lost(
     ends = [anyio.Event() for _ in range(6)]
     scopes: dict[int, anyio.CancelScope] = {}
 
-    async def one(index: int) -> None:
+    async def first(index: int) -> None:
         with anyio.CancelScope() as scope:
             scopes[index] = scope
             await hold(gate, f"g{index}", inside, ends[index])
@@ -203,7 +203,7 @@ async def test_no_state_is_left_and_no_group_is_lost(
     async with anyio.create_task_group() as tasks:
         for number, (action, index) in enumerate(script):
             if action == "start" and index not in scopes:
-                tasks.start_soon(one, index)
+                tasks.start_soon(first, index)
                 await anyio.lowlevel.checkpoint()
             elif action == "cancel" and index in scopes:
                 scopes[index].cancel()

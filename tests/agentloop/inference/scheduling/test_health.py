@@ -94,7 +94,7 @@ def test_failures_of_requests_and_of_probes_are_counted_apart() -> None:
     assert (health.state, health.reason) == (DEAD, "timeout")
 
 
-def test_a_probe_that_succeeds_does_not_excuse_requests_that_fail() -> None:
+def test_probe_that_succeeds_does_not_excuse_requests_that_fail() -> None:
     health = Health()
     for _ in range(3):
         assert health.state is HEALTHY
@@ -109,7 +109,7 @@ def test_a_probe_that_succeeds_does_not_excuse_requests_that_fail() -> None:
     assert health.request_failed("broken pipe") is SUSPECT  # another process
 
 
-def test_a_request_that_succeeds_does_not_excuse_probes_that_fail() -> None:
+def test_request_that_succeeds_does_not_excuse_probes_that_fail() -> None:
     health = Health()
     health.probe_failed("timeout")
     assert health.request_succeeded() is SUSPECT
@@ -124,7 +124,7 @@ def test_streams_of_the_previous_process_do_not_count() -> None:
     assert health.request_failed("broken pipe") is SUSPECT
 
 
-def test_a_server_that_came_back_says_why_it_is_stale() -> None:
+def test_server_that_came_back_says_why_it_is_stale() -> None:
     health = health_in(DEAD)
     health.probe_succeeded(has_weights=False)
     assert (health.state, health.reason) == (STALE, "it came back with different weights")

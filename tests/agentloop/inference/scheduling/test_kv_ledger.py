@@ -146,7 +146,7 @@ def ledger(capacity: int = 100) -> KVLedger:
     return made
 
 
-def test_an_idle_pool_accepts_whatever_its_capacity_can_hold() -> None:
+def test_idle_pool_accepts_whatever_its_capacity_can_hold() -> None:
     made = ledger()
     pool = made.pools[A]
     assert pool.fits(100)
@@ -156,7 +156,7 @@ def test_an_idle_pool_accepts_whatever_its_capacity_can_hold() -> None:
     assert not pool.fits(91)
 
 
-def test_a_sequence_cannot_hold_two_reservations() -> None:
+def test_sequence_cannot_hold_two_reservations() -> None:
     made = ledger()
     made.reserve("s", A, 10, 0)
     with pytest.raises(ValueError, match="s already holds"):
@@ -166,7 +166,7 @@ def test_a_sequence_cannot_hold_two_reservations() -> None:
     assert made.pools[A].num_live == 10
 
 
-def test_the_prompt_of_a_group_is_held_and_computed_once() -> None:
+def test_prompt_of_a_group_is_held_and_computed_once() -> None:
     made = ledger(1000)
     pool = made.pools[A]
     assert made.reserve("s1", A, 100, 0, key="k1", group="g", num_shared=100) == 100
@@ -179,7 +179,7 @@ def test_the_prompt_of_a_group_is_held_and_computed_once() -> None:
     assert pool.num_cached("k3", "g") == 100
 
 
-def test_a_returning_trajectory_computes_only_new_tokens() -> None:
+def test_returning_trajectory_computes_only_new_tokens() -> None:
     made = ledger(1000)
     made.reserve("s1", A, 50, 20, key="k")
     made.grow("s1", 20)
@@ -190,7 +190,7 @@ def test_a_returning_trajectory_computes_only_new_tokens() -> None:
     assert made.pools[A].num_parked == 0
 
 
-def test_the_oldest_parked_go_first_when_the_live_need_capacity() -> None:
+def test_oldest_parked_go_first_when_the_live_need_capacity() -> None:
     made = ledger(100)
     for number in range(3):
         made.reserve(f"s{number}", A, 30, 0, key=f"k{number}")
@@ -201,7 +201,7 @@ def test_the_oldest_parked_go_first_when_the_live_need_capacity() -> None:
     assert [made.pools[A].num_cached(f"k{number}", "") for number in range(3)] == [0, 0, 30]
 
 
-def test_a_reserve_is_used_up_and_renewed_within_the_budget() -> None:
+def test_reserve_is_used_up_and_renewed_within_the_budget() -> None:
     made = ledger(1000)
     made.reserve("s", A, 50, 25)
     pool = made.pools[A]
@@ -226,7 +226,7 @@ def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
     assert (made.pools[A].num_kept, made.pools[A].num_cached("k", "")) == (0, 30)
 
 
-def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
+def test_excess_is_believed_when_two_reports_agree_and_fades() -> None:
     made = ledger(1000)
     pool = made.pools[A]
     made.reserve("s", A, 100, 0)
@@ -241,7 +241,7 @@ def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
     assert (pool.num_others, pool.num_strangers, pool.num_free) == (0, 0, 900)
 
 
-def test_a_report_below_our_accounting_changes_nothing() -> None:
+def test_report_below_our_accounting_changes_nothing() -> None:
     made = ledger(1000)
     made.reserve("s", A, 500, 100)
     for second in range(3):
@@ -249,7 +249,7 @@ def test_a_report_below_our_accounting_changes_nothing() -> None:
     assert made.pools[A].num_free == 490
 
 
-def test_a_report_that_never_changes_fades() -> None:
+def test_report_that_never_changes_fades() -> None:
     made = ledger(1000)
     made.reserve("s", A, 100, 500)
     frozen = LoadReport(300, 1, 0, 5)
@@ -270,7 +270,7 @@ def test_retractions_are_counted_from_the_first_report_on() -> None:
     assert made.report(A, LoadReport(0, 0, 0, 1), 2.0) == 1  # the server was restarted
 
 
-def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:
+def test_pool_that_is_removed_takes_its_sequences_along() -> None:
     made = ledger()
     made.add(B, 100)
     made.reserve("s1", A, 10, 0, key="k1")
@@ -285,7 +285,7 @@ def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(0, 500))
-def test_a_prediction_is_a_remaining_length_that_was_observed(lengths: list[int], far: int) -> None:
+def test_prediction_is_a_remaining_length_that_was_observed(lengths: list[int], far: int) -> None:
     predictor = LengthPredictor(quantile=0.5, prior=77, window=40, min_samples=4)
     for length in lengths:
         predictor.learn("g", length)

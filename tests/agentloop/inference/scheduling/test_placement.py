@@ -151,7 +151,7 @@ def test_kv_never_admits_what_does_not_fit(held: list[tuple[int, int]], seed: in
         assert all(not candidate.fits for candidate in decision.candidates)
 
 
-def test_a_decision_explains_its_candidates() -> None:
+def test_decision_explains_its_candidates() -> None:
     books = ledger()
     place(books, RANKS[0], "s", 1000)
     books.park("s", 0.0)
@@ -167,7 +167,7 @@ def test_a_decision_explains_its_candidates() -> None:
     assert "prefill 0.020" in lines[1]
 
 
-def test_a_rank_without_capacity_is_shown_as_such() -> None:
+def test_rank_without_capacity_is_shown_as_such() -> None:
     books = ledger(1000)
     for rank in RANKS[:3]:
         place(books, rank, rank.server, 700)
@@ -192,7 +192,7 @@ def test_costs_only_need_to_be_right_in_proportion() -> None:
         assert fast_choice.rank == slow_choice.rank
 
 
-def test_a_full_batch_accepts_no_request() -> None:
+def test_full_batch_accepts_no_request() -> None:
     """SGLang's max_running_requests applies whatever capacity is free."""
     ledger = KVLedger()
     for name in ("full", "free"):

@@ -81,7 +81,7 @@ TestRoom = pytest.mark.timeout(60)(Room.TestCase)
 TestRoom.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
+def test_oldest_group_goes_first_and_its_longest_before_others() -> None:
     queue: WaitQueue[int] = WaitQueue()
     for entry in (
         waiting("young", 2, 9),
@@ -98,7 +98,7 @@ def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=5, max_size=40), st.integers(6, 10))
-def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
+def test_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
     """An endless stream of small requests never leaves 10 tokens free at once, until none may
     overtake."""
     queue: WaitQueue[int] = WaitQueue(starvation_threshold_s=10.0)

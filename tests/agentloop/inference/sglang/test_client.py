@@ -36,15 +36,15 @@ async def stream(
     server: SGLangServer, received: list[int] | None = None, *, max_new_tokens: int = 100
 ) -> list[Chunk]:
     params = Sampling().to_sglang(max_new_tokens=max_new_tokens, stop_ids=(99,))
-    given: list[Chunk] = []
+    inputs: list[Chunk] = []
 
     def take(chunk: Chunk) -> None:
-        given.append(chunk)
+        inputs.append(chunk)
         if received is not None:
             received.extend(chunk.ids)
 
     await server.generate(PROMPT, params, rid="r-1", on_chunk=take)
-    return given
+    return inputs
 
 
 def join(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
@@ -73,14 +73,14 @@ async def test_top_logprobs_are_reported_if_requested(
     incremental: bool, tokens_a_frame: int
 ) -> None:
     fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
-    given: list[Chunk] = []
+    inputs: list[Chunk] = []
     params = Sampling().to_sglang(max_new_tokens=100, stop_ids=(99,))
     async with client(fake) as server:
-        await server.generate(PROMPT, params, rid="r", on_chunk=given.append, num_top_logprobs=2)
-    assert [top for chunk in given for top in chunk.top_logprobs] == [
+        await server.generate(PROMPT, params, rid="r", on_chunk=inputs.append, num_top_logprobs=2)
+    assert [top for chunk in inputs for top in chunk.top_logprobs] == [
         [(logprob(at), token), (logprob(at) - 1, token + 1)] for at, token in enumerate(ANSWER)
     ]
-    assert {chunk.cached_tokens for chunk in given} == {2}
+    assert {chunk.cached_tokens for chunk in inputs} == {2}
 
 
 async def test_requests_use_sglangs_parameters() -> None:
@@ -97,7 +97,7 @@ async def test_requests_use_sglangs_parameters() -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 @pytest.mark.parametrize("kind", ["cut", "done"])
-async def test_a_stream_that_breaks_is_unavailable(kind: Any, after: int) -> None:
+async def test_stream_that_breaks_is_unavailable(kind: Any, after: int) -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault(kind, after)]))
     received: list[int] = []
     async with client(fake) as server:
@@ -122,7 +122,7 @@ async def test_a_stream_that_breaks_is_unavailable(kind: Any, after: int) -> Non
         b' "finish_reason": "stop", "output_token_logprobs": [[0.1]]}}',
     ],
 )
-async def test_an_invalid_frame_is_unavailable(body: bytes) -> None:
+async def test_invalid_frame_is_unavailable(body: bytes) -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("frame", body=body)]))
     async with client(fake) as server:
         with pytest.raises(ServerUnavailable):
@@ -138,7 +138,7 @@ async def test_an_invalid_frame_is_unavailable(body: bytes) -> None:
         ({"error": {"message": "broken", "code": "Internal"}}, 500),
     ],
 )
-async def test_an_error_in_the_stream_has_its_status(body: dict[str, Any], status: int) -> None:
+async def test_error_in_the_stream_has_its_status(body: dict[str, Any], status: int) -> None:
     """SGLang answers a bad streaming request with 200 and a frame that contains the true status."""
     fault = Fault("frame", after=1, body=json.dumps(body).encode())
     fake = FakeSGLang(ANSWER, faults=deque([fault]))
@@ -151,7 +151,7 @@ async def test_an_error_in_the_stream_has_its_status(body: dict[str, Any], statu
 @pytest.mark.parametrize(
     ("status_code", "refused"), [(None, None), (500, None), (503, None), (400, 400)]
 )
-async def test_an_abort_with_a_callers_status_is_a_refusal(
+async def test_abort_with_a_callers_status_is_a_refusal(
     status_code: int | None, refused: int | None
 ) -> None:
     fault = Fault("abort", after=2, status_code=status_code)
@@ -178,7 +178,7 @@ async def test_an_abort_with_a_callers_status_is_a_refusal(
         (502, b"x" * 5_000_000, "502: x{20}"),
     ],
 )
-async def test_a_refusal_says_why_whatever_its_body(status: int, body: bytes, error: str) -> None:
+async def test_refusal_says_why_whatever_its_body(status: int, body: bytes, error: str) -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("refuse", status=status, body=body)]))
     async with client(fake) as server:
         with pytest.raises(ServerRefused, match=error) as caught:
@@ -206,7 +206,7 @@ async def test_silence_is_noticed_before_and_during_the_stream() -> None:
         await eventually(lambda: fake.num_streaming == 0)
 
 
-async def test_a_server_that_is_not_there_is_unavailable() -> None:
+async def test_server_that_is_not_there_is_unavailable() -> None:
     async with http_session() as session:
         server = SGLangServer("http://127.0.0.1:1", session)
         with pytest.raises(ServerUnavailable, match=r"http://127\.0\.0\.1:1"):
@@ -217,7 +217,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
             await server.info()
 
 
-async def test_a_callback_that_raises_frees_the_request_and_its_error_propagates() -> None:
+async def test_callback_that_raises_frees_the_request_and_its_error_propagates() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
 
     def take(chunk: Chunk) -> None:
@@ -255,7 +255,7 @@ async def test_information_and_readiness() -> None:
             await server.weight_version()
 
 
-async def test_a_server_of_another_kind_is_refused() -> None:
+async def test_server_of_another_kind_is_refused() -> None:
     fake = FakeSGLang(ANSWER)
     fake.max_total_num_tokens = None  # type: ignore[assignment]
     async with fake.serving(), http_session() as session:
@@ -265,7 +265,7 @@ async def test_a_server_of_another_kind_is_refused() -> None:
             await SGLangServer(fake.url, session).info()
 
 
-async def test_the_key_is_in_every_request() -> None:
+async def test_key_is_in_every_request() -> None:
     fake, key = FakeSGLang(ANSWER), pydantic.SecretStr("open-sesame")
     async with fake.serving(), http_session(key) as session:
         server = SGLangServer(fake.url, session)

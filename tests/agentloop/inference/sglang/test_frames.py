@@ -42,12 +42,12 @@ def test_frames_are_decoded_however_the_bytes_are_split(
     assert [p for piece in cut(stream, cuts) for p in decoder.feed(piece)] == sent
 
 
-def test_a_frame_of_several_lines_and_other_fields() -> None:
+def test_frame_of_several_lines_and_other_fields() -> None:
     stream = b": comment\n\nevent: x\nid: 3\ndata: one\ndata:two\n\ndata: three\n\ndata: unfinished"
     assert FrameDecoder().feed(stream) == [b"one\ntwo", b"three"]
 
 
-def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_MAX_FRAME_BYTES", 1000)
     decoder = FrameDecoder()
     for _ in range(10):
@@ -56,7 +56,7 @@ def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         decoder.feed(b"x")
 
 
-def test_a_large_frame_is_not_copied_again_for_each_piece() -> None:
+def test_large_frame_is_not_copied_again_for_each_piece() -> None:
     decoder = FrameDecoder()
     decoder.feed(b"data: " + b"x" * 1_000_000)
     before = decoder._rest
@@ -97,7 +97,7 @@ def test_frames_that_arrive_together_become_one_chunk_per_version() -> None:
     assert (reader.num_tokens, reader.ended) == (4, True)
 
 
-def test_a_stream_that_is_done_without_a_last_frame_has_not_ended() -> None:
+def test_stream_that_is_done_without_a_last_frame_has_not_ended() -> None:
     reader = ChunkReader(lambda chunk: None)
     assert not reader.feed(frame(1, upto=1) + b"data: [DONE]\n\n")
     assert not reader.ended

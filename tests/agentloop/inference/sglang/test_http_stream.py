@@ -70,7 +70,7 @@ async def receive(url: str, **options: Any) -> tuple[PostStream, list[bytes]]:
     return stream, pieces
 
 
-async def test_a_request_has_a_path_a_host_and_its_length() -> None:
+async def test_request_has_a_path_a_host_and_its_length() -> None:
     heard = bytearray()
 
     async def answer(client: SocketStream) -> None:
@@ -95,7 +95,7 @@ async def test_a_request_has_a_path_a_host_and_its_length() -> None:
     st.lists(st.binary(min_size=1, max_size=20), max_size=5),
     st.lists(st.integers(0, 200), max_size=6),
 )
-def test_the_body_is_the_same_however_it_is_split(chunks: list[bytes], cuts: list[int]) -> None:
+def test_body_is_the_same_however_it_is_split(chunks: list[bytes], cuts: list[int]) -> None:
     sent = CHUNKED + b"".join(map(chunk, chunks)) + chunk(b"")
     edges = [0, *sorted(min(at, len(sent)) for at in cuts), len(sent)]
     pieces: list[bytes] = []
@@ -119,7 +119,7 @@ async def test_chunks_of_one_read_arrive_as_one_piece() -> None:
     assert pieces == [b"ab", b"c"]
 
 
-async def test_a_reader_may_end_the_stream() -> None:
+async def test_reader_may_end_the_stream() -> None:
     closed = anyio.Event()
 
     async def answer(client: SocketStream) -> None:
@@ -135,7 +135,7 @@ async def test_a_reader_may_end_the_stream() -> None:
             await closed.wait()
 
 
-async def test_the_body_of_a_refusal_is_kept_up_to_a_limit() -> None:
+async def test_body_of_a_refusal_is_kept_up_to_a_limit() -> None:
     body = b"x" * 100_000
     head = b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with serving(sending(head, body)) as url:
@@ -154,13 +154,13 @@ async def test_the_body_of_a_refusal_is_kept_up_to_a_limit() -> None:
         ([CHUNKED + b"zz\r\n"], "not valid HTTP"),
     ],
 )
-async def test_a_response_that_is_cut_or_invalid_is_broken(sent: list[bytes], error: str) -> None:
+async def test_response_that_is_cut_or_invalid_is_broken(sent: list[bytes], error: str) -> None:
     async with serving(sending(*sent)) as url:
         with pytest.raises(StreamBroken, match=error):
             await receive(url)
 
 
-async def test_an_error_of_the_reader_is_raised() -> None:
+async def test_error_of_the_reader_is_raised() -> None:
     def refuse(data: bytes) -> bool:
         raise ZeroDivisionError
 
@@ -170,7 +170,7 @@ async def test_an_error_of_the_reader_is_raised() -> None:
 
 
 @pytest.mark.parametrize("cause", ["broken off", "cancelled"])
-async def test_a_stream_that_is_given_up_closes_its_connection(cause: str) -> None:
+async def test_stream_that_is_given_up_closes_its_connection(cause: str) -> None:
     closed, received = anyio.Event(), anyio.Event()
 
     async def answer(client: SocketStream) -> None:
@@ -202,7 +202,7 @@ async def test_a_stream_that_is_given_up_closes_its_connection(cause: str) -> No
             await closed.wait()
 
 
-async def test_a_server_that_is_not_there_is_broken() -> None:
+async def test_server_that_is_not_there_is_broken() -> None:
     async with serving(sending()) as url:
         pass
     with pytest.raises(StreamBroken):
@@ -219,7 +219,7 @@ async def test_connecting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
         await stream.run(connect_timeout_s=0.01)
 
 
-async def test_a_stream_broken_off_while_it_connects_sends_nothing() -> None:
+async def test_stream_broken_off_while_it_connects_sends_nothing() -> None:
     heard: list[bytes] = []
 
     async def answer(client: SocketStream) -> None:

@@ -61,7 +61,7 @@ def names(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.anyio
-async def test_a_run_is_read_back(tmp_path: Path) -> None:
+async def test_run_is_read_back(tmp_path: Path) -> None:
     lines = await write_events(tmp_path, story.run())
     assert names(lines)[:4] == ["opened", "weights_loaded", "group_started", "rollout_started"]
     assert names(lines)[-2:] == ["measured", "measured"]
@@ -126,7 +126,7 @@ async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None
 @pytest.mark.anyio
 @given(cut=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
-async def test_a_line_cut_short_by_a_kill_is_skipped(
+async def test_line_cut_short_by_a_kill_is_skipped(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     """For any position of the cut and any lines added later."""
@@ -162,7 +162,7 @@ async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
 
 
 @pytest.mark.anyio
-async def test_a_full_disk_does_not_end_the_run(
+async def test_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -194,7 +194,7 @@ async def test_a_full_disk_does_not_end_the_run(
 
 
 @pytest.mark.anyio
-async def test_a_slow_disk_does_not_block_the_loop(
+async def test_slow_disk_does_not_block_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, go_on, waits = os.write, threading.Event(), threading.Event()
@@ -216,7 +216,7 @@ async def test_a_slow_disk_does_not_block_the_loop(
 
 
 @pytest.mark.anyio
-async def test_the_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
+async def test_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
     for part in range(8):
         events: list[Event] = [RolloutAbandoned(f"{part}-{n:060}") for n in range(2000)]
         await write_events(tmp_path, events, EventLogSettings(max_mib=1))
@@ -261,12 +261,12 @@ async def test_any_metrics_row_is_written(tmp_path: Path, value: object, read: o
 
 
 @pytest.mark.anyio
-async def test_the_event_log_can_be_disabled(tmp_path: Path) -> None:
+async def test_event_log_can_be_disabled(tmp_path: Path) -> None:
     assert await write_events(tmp_path, story.run(), EventLogSettings(max_mib=0)) == []
     assert os.listdir(tmp_path) == []
 
 
-def test_a_run_without_events_has_none(tmp_path: Path) -> None:
+def test_run_without_events_has_none(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "no-such-run")) == []
     (tmp_path / "events.jsonl").write_bytes(b'1\n[]\n{"t": 1}\n{"t": 1, "event": "opened"}\nhalf')
     assert names(list(read_events(tmp_path))) == ["opened"]

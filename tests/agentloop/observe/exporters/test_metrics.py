@@ -86,7 +86,7 @@ async def echo(text: str) -> str:
 
 
 @pytest.mark.anyio
-async def test_a_rollout_is_counted() -> None:
+async def test_rollout_is_counted() -> None:
     metrics, chat = make_metrics(), chat_format()
     texts = [call_text("echo", {"text": "x"}) + call_text("nope", {}), "done"]
     turns = [written(chat, text + END) for text in texts]
@@ -107,7 +107,7 @@ async def test_a_rollout_is_counted() -> None:
     assert samples["agentloop_tool_call_seconds_count"] == 2
 
 
-def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
+def test_abandoned_rollout_is_no_longer_in_flight() -> None:
     metrics = make_metrics()
     metrics.on_event(RolloutStarted(Trajectory("r", [])))
     assert values(metrics)["agentloop_rollouts_in_flight"] == 1
@@ -145,7 +145,7 @@ def test_servers_are_queried_at_each_scrape() -> None:
     assert not any("server=" in name for name in values(metrics))
 
 
-def test_a_run_is_counted() -> None:
+def test_run_is_counted() -> None:
     samples = values(fed(story.run()))
     expected = {
         "agentloop_sampled_tokens_total": 18,
@@ -210,7 +210,7 @@ def test_missing_parts_have_no_metrics() -> None:
     assert not {name for name in names if re.search("sandbox|queue|still|learner|policy", name)}
 
 
-def test_a_turn_waits_until_it_is_placed() -> None:
+def test_turn_waits_until_it_is_placed() -> None:
     now_s = 0.0
     metrics = Metrics(list, lambda: 0, clock=lambda: now_s)
     metrics.on_event(TurnStarted("r", 0))
@@ -250,7 +250,7 @@ def test_unusual_rows_are_handled(row: dict[str, Any]) -> None:
     metrics.render()
 
 
-def test_a_version_that_is_not_a_number_is_not_shown() -> None:
+def test_version_that_is_not_a_number_is_not_shown() -> None:
     metrics = make_metrics()
     metrics.on_event(WeightsLoaded("default", 1.0, ["http://a"], []))
     assert "agentloop_policy_version" not in values(metrics)
@@ -325,7 +325,7 @@ def expressions(panels: list[dict[str, Any]]) -> Iterator[str]:
         yield from expressions(panel.get("panels", []))
 
 
-def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+def test_dashboard_shows_every_metric_and_no_other() -> None:
     dashboard = json.loads((DOCS / "grafana.json").read_text("utf-8"))
     shown = set(re.findall(r"\bagentloop_\w+", " ".join(expressions(dashboard["panels"]))))
     metrics = families(fed(story.run()))
@@ -337,7 +337,7 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     assert forgotten == []
 
 
-def test_the_dashboard_can_be_imported() -> None:
+def test_dashboard_can_be_imported() -> None:
     dashboard = json.loads((DOCS / "grafana.json").read_text("utf-8"))
     assert dashboard["schemaVersion"] == 42
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}

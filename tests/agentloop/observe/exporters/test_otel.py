@@ -139,7 +139,7 @@ def ns(seconds: float) -> int:
 
 
 @pytest.mark.anyio
-async def test_a_rollout_is_a_trace() -> None:
+async def test_rollout_is_a_trace() -> None:
     collector, traces = await export_events(story.of_rollout(story.trajectory(), "1-task"))
     assert (traces.num_sent, traces.num_dropped) == (1, 0)
     root, first, failed, made_up, second = collector.spans
@@ -220,7 +220,7 @@ async def test_a_rollout_is_a_trace() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("flags", ["00", "01", "03"])
-async def test_a_callers_trace_is_continued(flags: str) -> None:
+async def test_callers_trace_is_continued(flags: str) -> None:
     trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     token = caller_span.set(CallerSpan.parse(f"00-{trace_id}-{span_id}-{flags}"))
     try:
@@ -252,11 +252,11 @@ async def test_a_callers_trace_is_continued(flags: str) -> None:
         f"00-{'1' * 31}-{'1' * 16}-01",
     ],
 )
-def test_an_invalid_traceparent_is_ignored(header: str) -> None:
+def test_invalid_traceparent_is_ignored(header: str) -> None:
     assert CallerSpan.parse(header) is None
 
 
-def test_a_later_traceparent_version_may_have_more_fields() -> None:
+def test_later_traceparent_version_may_have_more_fields() -> None:
     assert CallerSpan.parse(f"01-{'1' * 32}-{'2' * 16}-00-more") == CallerSpan(
         int("1" * 32, 16), int("2" * 16, 16), False
     )
@@ -308,7 +308,7 @@ async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.anyio
-async def test_a_trace_waits_for_the_reward() -> None:
+async def test_trace_waits_for_the_reward() -> None:
     record = story.trajectory()
     async with Collector().serving() as collector:
         async with FrequentTraces.open(
@@ -329,7 +329,7 @@ async def test_a_trace_waits_for_the_reward() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_failed_rollout_has_an_error_status() -> None:
+async def test_failed_rollout_has_an_error_status() -> None:
     broken = story.trajectory(infrastructure=True)
     collector, _ = await export_events(story.of_rollout(broken))
     root, *_, last = collector.spans
@@ -360,7 +360,7 @@ async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.anyio
-async def test_a_share_of_the_rollouts_is_traced() -> None:
+async def test_share_of_the_rollouts_is_traced() -> None:
     events = [
         event
         for number in range(200)
@@ -399,7 +399,7 @@ async def test_refused_traces_are_counted_and_logged(
 
 
 @pytest.mark.anyio
-async def test_an_unavailable_collector_does_not_block_the_loop(
+async def test_unavailable_collector_does_not_block_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with Collector().serving() as collector:
@@ -415,7 +415,7 @@ async def test_an_unavailable_collector_does_not_block_the_loop(
 
 
 @pytest.mark.anyio
-async def test_a_hanging_collector_does_not_delay_the_end() -> None:
+async def test_hanging_collector_does_not_delay_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
         with anyio.fail_after(patient(15)):
@@ -439,7 +439,7 @@ async def test_without_an_endpoint_nothing_is_sent() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(SettingsError, match=r"agentloop-rl\[otel\]"):
         async with Traces.open(OtelSettings(endpoint="http://127.0.0.1:1"), model="small"):
@@ -447,7 +447,7 @@ async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://x", "http://", "http://a:b@c"])
-def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
+def test_invalid_endpoint_is_rejected(endpoint: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=r"HOST:PORT|OTEL_EXPORTER_OTLP_HEADERS"):
         OtelSettings(endpoint=endpoint)
 

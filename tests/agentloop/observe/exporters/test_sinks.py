@@ -84,7 +84,7 @@ def rows(*steps: int) -> list[Measured]:
 
 
 @pytest.mark.anyio
-async def test_a_sink_gets_the_numbers(tmp_path: Path) -> None:
+async def test_sink_gets_the_numbers(tmp_path: Path) -> None:
     first, second = Fake(), Fake()
     row = {"step": 3, "reward": 0.5, "stage": 1, "name": "x", "none": None, "is": True, "list": [1]}
     async with open_sinks(tmp_path, first, second, loop={"steps": 4}) as sinks:
@@ -105,7 +105,7 @@ async def test_a_sink_gets_the_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow, healthy = Fake("log"), Fake()
     async with open_sinks(tmp_path, slow, healthy) as sinks:
         for row in rows(1):
@@ -125,7 +125,7 @@ async def test_a_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
-async def test_a_sink_that_cannot_start_is_logged_once(
+async def test_sink_that_cannot_start_is_logged_once(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, healthy = Fake("start", error), Fake()
@@ -140,7 +140,7 @@ async def test_a_sink_that_cannot_start_is_logged_once(
 
 
 @pytest.mark.anyio
-async def test_a_failing_sink_is_retried_with_the_next_row(
+async def test_failing_sink_is_retried_with_the_next_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, healthy = Fake("log", ValueError("on purpose\nand more")), Fake()
@@ -157,7 +157,7 @@ async def test_a_failing_sink_is_retried_with_the_next_row(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("at", "num_dropped"), [("start", 2), ("log", 2), ("close", 0)])
-async def test_a_hanging_sink_does_not_delay_the_end(
+async def test_hanging_sink_does_not_delay_the_end(
     at: str, num_dropped: int, tmp_path: Path
 ) -> None:
     hangs, healthy = Fake(at), Fake()
@@ -173,7 +173,7 @@ async def test_a_hanging_sink_does_not_delay_the_end(
 
 
 @pytest.mark.anyio
-async def test_a_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
+async def test_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
     first, second = Fake(), Fake()
     with anyio.move_on_after(0):
         async with open_sinks(tmp_path, first, second) as sinks:
@@ -193,7 +193,7 @@ async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-async def test_a_package_that_is_missing_is_named(
+async def test_package_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
@@ -207,7 +207,7 @@ async def test_a_package_that_is_missing_is_named(
     assert name not in sys.modules
 
 
-def test_an_unknown_sink_is_rejected() -> None:
+def test_unknown_sink_is_rejected() -> None:
     with pytest.raises(pydantic.ValidationError, match=r"to\.0"):
         SinksSettings.model_validate({"report_to": ["prometheus"]})
 

@@ -114,14 +114,14 @@ class LocalActor:
         self._scopes: list[anyio.CancelScope] = []
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        found: list[Any] = []
+        actual: list[Any] = []
         done = anyio.Event()
 
         async def run() -> None:
             try:
                 with anyio.CancelScope() as scope:
                     self._scopes.append(scope)
-                    found.append(await getattr(self.host, method)(*arguments))
+                    actual.append(await getattr(self.host, method)(*arguments))
             finally:
                 done.set()
 
@@ -130,9 +130,9 @@ class LocalActor:
         if not self.is_killed:
             self._tasks.start_soon(run)
             await done.wait()
-        if not found:
+        if not actual:
             raise ActorLost("it was killed")
-        return pickle.loads(pickle.dumps(found[0]))
+        return pickle.loads(pickle.dumps(actual[0]))
 
     def kill(self) -> None:
         self.is_killed = True

@@ -144,7 +144,7 @@ def placed(
 
 
 @pytest.mark.full
-async def test_a_server_restarts_on_its_node_with_its_url_and_elsewhere_with_another(
+async def test_server_restarts_on_its_node_with_its_url_and_elsewhere_with_another(
     tmp_path: Path,
 ) -> None:
     fake, clients = FakeCluster(), Watching()
@@ -191,30 +191,30 @@ async def test_without_a_place_a_start_fails_with_what_is_missing(tmp_path: Path
 
 
 async def test_processes_leave_a_node_that_drains_when_another_has_place_for_them() -> None:
-    fake, left = FakeCluster(), list[list[str]]()
+    fake, remaining = FakeCluster(), list[list[str]]()
     run = placed(fake)
-    both = fake.nodes
+    pair = fake.nodes
 
     async def leave(processes: Sequence[RunProcess]) -> None:
-        left.append([process.name for process in processes])
+        remaining.append([process.name for process in processes])
 
     assert run.node_of("server 1") == "b"
     async with anyio.create_task_group() as tasks:
-        fake.nodes, fake.draining = both[:1], frozenset("b")
+        fake.nodes, fake.draining = pair[:1], frozenset("b")
         tasks.start_soon(run.leave_draining, leave)
         await eventually(lambda: fake.num_views >= 2, within_s=60)
-        assert left == []  # the other has no place: it is better here than nowhere
-        fake.nodes = [*both[:1], ClusterNode("c", 4, 4)]
-        await eventually(lambda: bool(left), within_s=60)
+        assert remaining == []  # the other has no place: it is better here than nowhere
+        fake.nodes = [*pair[:1], ClusterNode("c", 4, 4)]
+        await eventually(lambda: bool(remaining), within_s=60)
         num_views = fake.num_views
         await eventually(lambda: fake.num_views > num_views, within_s=60)
         tasks.cancel_scope.cancel()
-    assert left == [["server 1"]]
+    assert remaining == [["server 1"]]
     assert run.node_of("server 1") == "c"
     assert run.node_of("rank 1") == "a"
 
 
-async def test_an_actor_starts_elsewhere_when_its_node_is_lost() -> None:
+async def test_actor_starts_elsewhere_when_its_node_is_lost() -> None:
     fake = FakeCluster()
     run = placed(fake, ClusterSettings(address="auto", runtimes=1, wait_s=0.01))
     assert isinstance(await run.start_actor("runtime 1", list), list)
@@ -228,7 +228,7 @@ async def test_an_actor_starts_elsewhere_when_its_node_is_lost() -> None:
 
 @pytest.mark.parametrize("runtimes", [0, 1])
 @pytest.mark.parametrize("colocated", [False, True])
-async def test_a_rank_shares_gpus_only_where_a_server_has_them(
+async def test_rank_shares_gpus_only_where_a_server_has_them(
     tmp_path: Path, colocated: bool, runtimes: int
 ) -> None:
     fake = FakeCluster()
@@ -256,7 +256,7 @@ def test_secrets_are_in_environments_and_not_on_command_lines(tmp_path: Path) ->
     assert server.log_path == tmp_path / "s.log"
 
 
-def test_a_rank_on_a_gpu_sees_one_device(tmp_path: Path) -> None:
+def test_rank_on_a_gpu_sees_one_device(tmp_path: Path) -> None:
     start = Start("rank 3", ("/elsewhere/python", "-m", "learner"), {"LOCAL_RANK": "3"})
     on_gpu = rank_launch(start, tmp_path / "r.log", Spot("10.0.0.1", ("5",)))
     assert on_gpu.environment["LOCAL_RANK"] == "0"

@@ -62,13 +62,13 @@ def runs(draw: st.DrawFn) -> list[RunProcess]:
 def check(placements: list[Placement], nodes: list[ClusterNode], *, colocated: bool) -> None:
     """Raise AssertionError if a node has more than it offers, or two processes have one GPU."""
     for node in nodes:
-        here = [placement for placement in placements if placement.node == node.name]
-        assert sum(placement.process.num_cpus for placement in here) <= node.num_cpus
+        near = [placement for placement in placements if placement.node == node.name]
+        assert sum(placement.process.num_cpus for placement in near) <= node.num_cpus
         if node.memory_bytes:
-            assert sum(placement.process.memory_bytes for placement in here) <= node.memory_bytes
+            assert sum(placement.process.memory_bytes for placement in near) <= node.memory_bytes
         taken = Counter(
             (placement.process.kind if colocated else "", gpu)
-            for placement in here
+            for placement in near
             for gpu in placement.gpus
         )
         assert not [gpu for gpu, count in taken.items() if count > 1]
@@ -103,7 +103,7 @@ def test_each_process_is_placed_once_where_it_fits(
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.booleans())
-def test_the_servers_are_divided_among_the_runtimes(count: int, num: int, on_gpus: bool) -> None:
+def test_servers_are_divided_among_the_runtimes(count: int, num: int, on_gpus: bool) -> None:
     assume(num <= count)
     _, _, *runtimes = processes_of(
         ClusterSettings(runtimes=num),
@@ -113,13 +113,13 @@ def test_the_servers_are_divided_among_the_runtimes(count: int, num: int, on_gpu
         on_gpus=on_gpus,
         server_bytes=GIB,
     )
-    assert [one.name for one in runtimes] == [f"runtime {number + 1}" for number in range(num)]
-    sizes = [one.memory_bytes // GIB for one in runtimes]
+    assert [first.name for first in runtimes] == [f"runtime {number + 1}" for number in range(num)]
+    sizes = [first.memory_bytes // GIB for first in runtimes]
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1
-    for size, one in zip(sizes, runtimes, strict=True):
-        assert one.num_gpus == (2 * size if on_gpus else 0)
-        assert one.num_cpus == 1 + 2 * size + 3
+    for size, first in zip(sizes, runtimes, strict=True):
+        assert first.num_gpus == (2 * size if on_gpus else 0)
+        assert first.num_cpus == 1 + 2 * size + 3
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 8), st.integers(1, 10))
@@ -161,19 +161,19 @@ def test_processes_of_a_lost_node_are_placed_elsewhere(
         placements = place(processes, nodes, home=home, colocated=colocated)
     except PlacementError:
         assume(False)
-    left = [node for node in nodes if node.name != name]
+    remaining = [node for node in nodes if node.name != name]
     kept = [placement for placement in placements if placement.node != name]
     for placement in placements:
         if placement.node != name:
             continue
         try:
-            kept += place([placement.process], left, home=home, colocated=colocated, kept=kept)
+            kept += place([placement.process], remaining, home=home, colocated=colocated, kept=kept)
         except PlacementError as error:
             check_named([placement.process] if placement.process.name in str(error) else [])
-    check(kept, left, colocated=colocated)
+    check(kept, remaining, colocated=colocated)
 
 
-def test_an_error_names_all_that_have_no_place_and_what_is_free() -> None:
+def test_error_names_all_that_have_no_place_and_what_is_free() -> None:
     processes = processes_of(
         ClusterSettings(sandbox_hosts=1),
         ServerSettings(count=2, tp_size=8),
@@ -190,7 +190,7 @@ def test_an_error_names_all_that_have_no_place_and_what_is_free() -> None:
     )
 
 
-def test_the_trainers_node_needs_place_for_the_first_ranks() -> None:
+def test_trainers_node_needs_place_for_the_first_ranks() -> None:
     processes = processes_of(
         ClusterSettings(),
         ServerSettings(),

@@ -89,7 +89,7 @@ class OneActor(RayCluster):
         return self.actor
 
 
-async def test_a_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
+async def test_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
     bug = RayTaskError("ZeroDivisionError")
     actor = actor_with(group=3, lost=RayError("The actor died\nof something"), wrong=bug)
     remote = RemoteActor(FakeRay(), actor)
@@ -109,14 +109,14 @@ async def test_nodes_that_are_lost_or_drain_get_no_processes_but_the_trainers_ow
     assert cluster.draining == {"at-two"}
 
 
-async def test_an_actor_that_does_not_start_is_killed() -> None:
+async def test_actor_that_does_not_start_is_killed() -> None:
     ray, actor = FakeRay(), actor_with(about=RayError("its node\nis gone"))
     with pytest.raises(ServerStartError, match="runtime 1 cannot be started on node-2: is gone"):
         await OneActor(ray, actor).start_actor(PLACEMENT, object)
     assert ray.killed == [actor]
 
 
-async def test_a_rank_shares_the_gpus_that_ray_reserved_for_a_runtime_once_it_has_started(
+async def test_rank_shares_the_gpus_that_ray_reserved_for_a_runtime_once_it_has_started(
     tmp_path: Path,
 ) -> None:
     actor = actor_with(about=(distribution.version(), ("5", "7")), start=RayError("no"))
@@ -131,7 +131,7 @@ async def test_a_rank_shares_the_gpus_that_ray_reserved_for_a_runtime_once_it_ha
     assert actor.start.spots == [Spot("at-node-2", ("7",))]
 
 
-async def test_a_node_with_another_version_is_refused() -> None:
+async def test_node_with_another_version_is_refused() -> None:
     ray, actor = FakeRay(), actor_with(about=("0.0.7", ()))
     with pytest.raises(SettingsError, match=r"node-2 has agentloop 0\.0\.7 and this machine"):
         await OneActor(ray, actor).start_actor(PLACEMENT, object)

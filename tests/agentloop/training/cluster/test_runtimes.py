@@ -68,13 +68,13 @@ async def synced(runtimes: RemoteRuntimes, folder: Path, version: int = 0) -> Sy
 
 
 async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
-    found: dict[str, RolledOut] = {}
+    actual: dict[str, RolledOut] = {}
 
     async def ask(name: str) -> None:
         task = Task(f"task-{name}", "What is 1 plus 2?", "3")
         budget = Budget(max_turns=7)
         request = GroupRequest(task, name, 2, budget, oldest, Purpose.TRAIN)
-        found[name] = await runtimes.run(request)
+        actual[name] = await runtimes.run(request)
 
     try:
         async with anyio.create_task_group() as tasks:
@@ -82,21 +82,21 @@ async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict
                 tasks.start_soon(ask, name)
     except BaseExceptionGroup as group:
         raise sole(group) from None
-    return found
+    return actual
 
 
-def told(found: dict[str, RolledOut]) -> dict[str, list[tuple[str, int]]]:
-    return {name: [(row.task, row.rollout) for row in group.rows] for name, group in found.items()}
+def reported(actual: dict[str, RolledOut]) -> dict[str, list[tuple[str, int]]]:
+    return {name: [(row.task, row.rollout) for row in group.rows] for name, group in actual.items()}
 
 
-def whole(*names: str) -> dict[str, list[tuple[str, int]]]:
+def complete(*names: str) -> dict[str, list[tuple[str, int]]]:
     return {name: [(f"task-{name}", 0), (f"task-{name}", 1)] for name in names}
 
 
-def by(found: dict[str, RolledOut]) -> set[tuple[str, str]]:
+def by(actual: dict[str, RolledOut]) -> set[tuple[str, str]]:
     return {
         (row.reason, row.trajectory.turns[0].versions[0].version)
-        for group in found.values()
+        for group in actual.values()
         for row in group.rows
     }
 
@@ -105,84 +105,84 @@ def by(found: dict[str, RolledOut]) -> set[tuple[str, str]]:
 
 
 async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder: Path) -> None:
-    one, two = Player("one"), Player("two")
+    first, two = Player("one"), Player("two")
     names = [str(number) for number in range(12)]
-    async with playing(one, two) as runtimes:
+    async with playing(first, two) as runtimes:
         came = await synced(runtimes, folder)
         assert (came.checksum, came.loaded) == ("sum", ["one http://server", "two http://server"])
         assert came.num_verified == 2
         await runtimes.wait_for_capacity(2)
-        found = await groups(runtimes, *names)
+        actual = await groups(runtimes, *names)
         assert "one: 0 groups running, on the newest weights" in runtimes.describe()
-    assert told(found) == whole(*names)
-    assert found["0"].figures == GroupFigures(has_signal=True)
-    assert found["0"].rows[0].parts == {"max_turns": 7}
-    assert sorted(one.asked + two.asked) == sorted(names)
-    assert one.asked
+    assert reported(actual) == complete(*names)
+    assert actual["0"].figures == GroupFigures(has_signal=True)
+    assert actual["0"].rows[0].parts == {"max_turns": 7}
+    assert sorted(first.asked + two.asked) == sorted(names)
+    assert first.asked
     assert two.asked
 
 
-async def test_a_runtime_without_room_gets_no_groups(folder: Path) -> None:
-    one, full = Player("one"), Player("full")
+async def test_runtime_without_room_gets_no_groups(folder: Path) -> None:
+    first, full = Player("one"), Player("full")
     full.capacity = anyio.Event()
-    async with playing(one, full) as runtimes:
+    async with playing(first, full) as runtimes:
         await synced(runtimes, folder)
         await groups(runtimes, "1", "2", "3")
         assert full.asked == []
         full.capacity.set()
-        one.capacity = anyio.Event()
+        first.capacity = anyio.Event()
         await groups(runtimes, "4", "5")  # one may have capacity for one more
     assert full.asked
 
 
-async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder: Path) -> None:
-    one, two, said = Player("one"), Player("two"), list[str]()
-    one.gate, two.capacity = anyio.Event(), anyio.Event()
-    found: dict[str, RolledOut] = {}
-    async with playing(one, two, said=said) as runtimes:
+async def test_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder: Path) -> None:
+    first, two, stated = Player("one"), Player("two"), list[str]()
+    first.gate, two.capacity = anyio.Event(), anyio.Event()
+    actual: dict[str, RolledOut] = {}
+    async with playing(first, two, said=stated) as runtimes:
         result = await synced(runtimes, folder)
 
         async def ask() -> None:
-            found.update(await groups(runtimes, "1", "2", "3"))
+            actual.update(await groups(runtimes, "1", "2", "3"))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await eventually(lambda: len(one.asked) == 3)
-            one.actors[0].kill()
+            await eventually(lambda: len(first.asked) == 3)
+            first.actors[0].kill()
             two.capacity.set()
-        assert told(found) == whole("1", "2", "3")
-        assert by(found) == {("two", "0")}
+        assert reported(actual) == complete("1", "2", "3")
+        assert by(actual) == {("two", "0")}
         assert sorted(two.asked) == ["1", "2", "3"]
-        await eventually(lambda: len(one.actors) == 2)
-        await eventually(lambda: sum(line.startswith("one: ready") for line in said) == 2)
-        one.gate, two.capacity = None, anyio.Event()
+        await eventually(lambda: len(first.actors) == 2)
+        await eventually(lambda: sum(line.startswith("one: ready") for line in stated) == 2)
+        first.gate, two.capacity = None, anyio.Event()
         assert await runtimes.sync_stale(result, timeout_s=30)
-        assert one.versions == ["0", "0"]
+        assert first.versions == ["0", "0"]
         assert ("one", "0") in by(await groups(runtimes, "4", "5", "6"))
-    assert any("one is lost, and its groups go to others" in line for line in said)
+    assert any("one is lost, and its groups go to others" in line for line in stated)
 
 
-async def test_a_runtime_leaves_its_node_when_its_groups_are_complete(folder: Path) -> None:
-    one, two, lines = Player("one"), Player("two"), list[str]()
-    one.gate, two.capacity = anyio.Event(), anyio.Event()
-    found: dict[str, RolledOut] = {}
-    async with playing(one, two, max_restarts=0, said=lines) as runtimes:
+async def test_runtime_leaves_its_node_when_its_groups_are_complete(folder: Path) -> None:
+    first, two, lines = Player("one"), Player("two"), list[str]()
+    first.gate, two.capacity = anyio.Event(), anyio.Event()
+    actual: dict[str, RolledOut] = {}
+    async with playing(first, two, max_restarts=0, said=lines) as runtimes:
         result = await synced(runtimes, folder)
 
         async def ask() -> None:
-            found.update(await groups(runtimes, "1", "2"))
+            actual.update(await groups(runtimes, "1", "2"))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await eventually(lambda: len(one.asked) == 2)
+            await eventually(lambda: len(first.asked) == 2)
             runtimes.leave("one")
             runtimes.leave("no such")
             two.capacity.set()
             assert by(await groups(runtimes, "3")) == {("two", "0")}
-            assert len(one.actors) == 1
-            one.gate.set()
-        assert told(found) == whole("1", "2")
-        assert by(found) == {("one", "0")}
+            assert len(first.actors) == 1
+            first.gate.set()
+        assert reported(actual) == complete("1", "2")
+        assert by(actual) == {("one", "0")}
         await eventually(lambda: sum(line.startswith("one: ready") for line in lines) == 2)
         assert await runtimes.sync_stale(result, timeout_s=30)
         two.capacity = anyio.Event()
@@ -191,7 +191,7 @@ async def test_a_runtime_leaves_its_node_when_its_groups_are_complete(folder: Pa
     assert not [line for line in lines if "is lost" in line]
 
 
-async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) -> None:
+async def test_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) -> None:
     bad, good = Player("bad"), Player("good")
     good.capacity = anyio.Event()
     bad.error = ServerError("no server is left")
@@ -204,7 +204,7 @@ async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) ->
     assert (bad.asked, good.asked) == (["1"], ["1"])
 
 
-async def test_a_group_that_fails_on_every_runtime_is_given_up(folder: Path) -> None:
+async def test_group_that_fails_on_every_runtime_is_given_up(folder: Path) -> None:
     player = Player("one")
     player.error = ServerError("no server answers")
     async with playing(player) as runtimes:
@@ -217,7 +217,7 @@ async def test_a_group_that_fails_on_every_runtime_is_given_up(folder: Path) -> 
 
 
 @pytest.mark.parametrize("error", [RequestError("no such tool"), PromptTooLong("too long")])
-async def test_a_tasks_error_keeps_its_type(folder: Path, error: RequestError) -> None:
+async def test_tasks_error_keeps_its_type(folder: Path, error: RequestError) -> None:
     player = Player("one")
     player.error = error
     async with playing(player) as runtimes:
@@ -227,7 +227,7 @@ async def test_a_tasks_error_keeps_its_type(folder: Path, error: RequestError) -
     assert player.asked == ["1"]
 
 
-async def test_a_group_that_is_no_longer_needed_is_dropped(folder: Path) -> None:
+async def test_group_that_is_no_longer_needed_is_dropped(folder: Path) -> None:
     player = Player("one")
     player.gate = anyio.Event()
     async with playing(player) as runtimes:
@@ -238,52 +238,52 @@ async def test_a_group_that_is_no_longer_needed_is_dropped(folder: Path) -> None
             tasks.cancel_scope.cancel()
         await eventually(lambda: sorted(player.dropped) == ["1", "2"])
         player.gate = None
-        assert told(await groups(runtimes, "1")) == whole("1")
+        assert reported(await groups(runtimes, "1")) == complete("1")
 
 
 # --- runtimes -----------------------------------------------------------------------------------
 
 
-async def test_a_runtime_that_cannot_start_the_first_time_ends_the_run() -> None:
-    one, bad = Player("one"), Player("bad")
+async def test_runtime_that_cannot_start_the_first_time_ends_the_run() -> None:
+    first, bad = Player("one"), Player("bad")
     bad.opens = ServerError("no GPU")
     with pytest.raises(ServerStartError, match="bad: no GPU"):
-        async with playing(one, bad):
+        async with playing(first, bad):
             pass
-    assert [actor.is_killed for actor in one.actors + bad.actors] == [True, True]
+    assert [actor.is_killed for actor in first.actors + bad.actors] == [True, True]
 
 
-async def test_a_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None:
-    player, said = Player("one"), list[str]()
-    async with playing(player, said=said) as runtimes:
+async def test_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None:
+    player, stated = Player("one"), list[str]()
+    async with playing(player, said=stated) as runtimes:
         result = await synced(runtimes, folder)
         player.gate = anyio.Event()
-        found: dict[str, RolledOut] = {}
+        actual: dict[str, RolledOut] = {}
 
         async def ask() -> None:
-            found.update(await groups(runtimes, "1"))
+            actual.update(await groups(runtimes, "1"))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             await eventually(lambda: bool(player.asked))
             player.died.set()
-            await eventually(lambda: sum("ready" in line for line in said) == 2)
+            await eventually(lambda: sum("ready" in line for line in stated) == 2)
             player.gate = None
             await eventually(lambda: "one" in runtimes.describe())
             assert await runtimes.sync_stale(result, timeout_s=30)
-        assert told(found) == whole("1")
+        assert reported(actual) == complete("1")
     assert player.actors[0].is_killed
-    assert any("one: no server is left" in line for line in said)
+    assert any("one: no server is left" in line for line in stated)
 
 
 async def test_runtimes_are_given_up_one_by_one(folder: Path) -> None:
-    one, two, said = Player("one"), Player("two"), list[str]()
+    first, two, stated = Player("one"), Player("two"), list[str]()
     with pytest.raises(ServerError, match="no runtime is left: two: it was"):  # noqa: PT012
-        async with playing(one, two, max_restarts=0, said=said) as runtimes:
+        async with playing(first, two, max_restarts=0, said=stated) as runtimes:
             await synced(runtimes, folder)
-            one.actors[0].kill()
-            await eventually(lambda: "one is given up: it was killed" in said)
-            assert told(await groups(runtimes, "1")) == whole("1")
+            first.actors[0].kill()
+            await eventually(lambda: "one is given up: it was killed" in stated)
+            assert reported(await groups(runtimes, "1")) == complete("1")
             two.actors[0].kill()
             await groups(runtimes, "2")
 
@@ -297,7 +297,7 @@ async def test_runtimes_close_before_their_actors_are_killed(folder: Path) -> No
     assert actor.is_killed
 
 
-def test_a_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
+def test_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
     """Ray calls an actor's methods on a loop that anyio did not begin, such as this."""
     done: list[anyio.Event] = []
 
@@ -330,7 +330,7 @@ async def test_runtimes_load_weights(folder: Path) -> None:
     assert player.num_stale == 1
 
 
-async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(folder: Path) -> None:
+async def test_runtime_that_cannot_load_rolls_out_nothing_until_it_can(folder: Path) -> None:
     good, bad = Player("good"), Player("bad")
     async with playing(good, bad) as runtimes:
         await synced(runtimes, folder)
@@ -347,72 +347,72 @@ async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(folder:
         assert bad.versions == ["0", "1"]
 
 
-async def test_a_folder_that_a_node_does_not_see_is_an_error_that_says_so(folder: Path) -> None:
+async def test_folder_that_a_node_does_not_see_is_an_error_that_says_so(folder: Path) -> None:
     async with playing(Player("one")) as runtimes:
         with pytest.raises(ServerError, match=r"no runtime could load version 0.*does not exist"):
             await synced(runtimes, folder / "elsewhere")
 
 
-async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: Path) -> None:
-    one, two = Player("one"), Player("two")
-    one.gate, two.capacity = anyio.Event(), anyio.Event()
-    found: dict[str, RolledOut] = {}
-    async with playing(one, two) as runtimes:
+async def test_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: Path) -> None:
+    first, two = Player("one"), Player("two")
+    first.gate, two.capacity = anyio.Event(), anyio.Event()
+    actual: dict[str, RolledOut] = {}
+    async with playing(first, two) as runtimes:
         await synced(runtimes, folder)
 
         async def ask() -> None:
-            found.update(await groups(runtimes, "1"))
+            actual.update(await groups(runtimes, "1"))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await eventually(lambda: bool(one.asked))
-            one.fails = ServerError("the disk is full")
+            await eventually(lambda: bool(first.asked))
+            first.fails = ServerError("the disk is full")
             two.capacity.set()
             await synced(runtimes, folder, 1)
-            one.gate.set()
-    assert by(found) == {("one", "0")}
+            first.gate.set()
+    assert by(actual) == {("one", "0")}
     assert two.asked == []
 
 
-async def test_a_group_sampled_with_unknown_weights_goes_to_another_runtime(
+async def test_group_sampled_with_unknown_weights_goes_to_another_runtime(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtimes_module, "_ANSWER_S", 0.1)
-    one, two = Player("one"), Player("two")
-    one.gate, two.capacity = anyio.Event(), anyio.Event()
-    found: dict[str, RolledOut] = {}
-    async with playing(one, two) as runtimes:
+    first, two = Player("one"), Player("two")
+    first.gate, two.capacity = anyio.Event(), anyio.Event()
+    actual: dict[str, RolledOut] = {}
+    async with playing(first, two) as runtimes:
         await synced(runtimes, folder)
 
         async def ask() -> None:
-            found.update(await groups(runtimes, "1"))
+            actual.update(await groups(runtimes, "1"))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await eventually(lambda: bool(one.asked))
-            one.fails, one.sampled = ServerError("half of the servers have them"), "1"
+            await eventually(lambda: bool(first.asked))
+            first.fails, first.sampled = ServerError("half of the servers have them"), "1"
             two.capacity.set()
             await runtimes.sync(PublishedFolder("1", folder), timeout_s=0.1)
-            one.gate.set()
-    assert by(found) == {("two", "1")}
+            first.gate.set()
+    assert by(actual) == {("two", "1")}
 
 
-async def test_a_runtime_with_other_weights_than_the_others_starts_again(folder: Path) -> None:
-    one, two, odd, said = Player("one"), Player("two"), Player("odd"), list[str]()
+async def test_runtime_with_other_weights_than_the_others_starts_again(folder: Path) -> None:
+    first, two, odd, stated = Player("one"), Player("two"), Player("odd"), list[str]()
     odd.checksum = "another"
-    async with playing(one, two, odd, said=said) as runtimes:
+    async with playing(first, two, odd, said=stated) as runtimes:
         came = await synced(runtimes, folder)
         assert came.failed == {"odd": "its weights differ: another"}
         await groups(runtimes, "1", "2", "3", "4")
         await eventually(lambda: len(odd.actors) == 2)
     assert odd.asked == []
-    assert any("the other runtimes: checksum another, not sum" in line for line in said)
+    assert any("the other runtimes: checksum another, not sum" in line for line in stated)
 
 
 async def test_runtimes_that_disagree_without_a_majority_are_an_error(folder: Path) -> None:
-    one, odd = Player("one"), Player("odd")
+    first, odd = Player("one"), Player("odd")
     odd.checksum = "another"
-    async with playing(one, odd) as runtimes:
+    async with playing(first, odd) as runtimes:
         with pytest.raises(ServerError, match="disagree about the weights 0"):
             await synced(runtimes, folder)
 
@@ -435,7 +435,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
             yield runtimes, players
 
 
-async def test_a_run_with_runtimes_trains_on_the_same_batches_as_one_without(
+async def test_run_with_runtimes_trains_on_the_same_batches_as_one_without(
     tmp_path: Path,
 ) -> None:
     """This holds even if one of them is killed with each step."""

@@ -58,8 +58,8 @@ def of_paper(changes: dict[str, Any]) -> RocSettings:
 @st.composite
 def settings(draw: st.DrawFn, max_n: int = 20) -> RocSettings:
     n = draw(st.integers(-1, max_n))
-    most = n if n > 0 else max_n
-    floor = draw(st.integers(-1, most))
+    maximum = n if n > 0 else max_n
+    floor = draw(st.integers(-1, maximum))
     return RocSettings(
         form=draw(st.sampled_from(["paper", "released"])),
         down_sample_to_n=n,
@@ -67,7 +67,7 @@ def settings(draw: st.DrawFn, max_n: int = 20) -> RocSettings:
         roc_error_ratio=draw(st.booleans()),
         roc_answer_format=draw(st.booleans()),
         min_zero_reward_trace_num=floor,
-        min_non_zero_reward_trace_num=draw(st.integers(-1, most - max(0, floor))),
+        min_non_zero_reward_trace_num=draw(st.integers(-1, maximum - max(0, floor))),
     )
 
 
@@ -96,16 +96,16 @@ def test_vectors_of_penalties(vector: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vector", VECTORS["quotas"], ids=json.dumps)
 def test_vectors_of_quotas(vector: dict[str, Any]) -> None:
-    found = quotas(vector["num_positives"], vector["num_negatives"], of_paper(vector["settings"]))
-    assert found == (vector["keep_positives"], vector["keep_negatives"])
+    actual = quotas(vector["num_positives"], vector["num_negatives"], of_paper(vector["settings"]))
+    assert actual == (vector["keep_positives"], vector["keep_negatives"])
 
 
 @pytest.mark.parametrize("vector", VECTORS["choices"], ids=lambda vector: vector["name"])
 def test_vectors_of_choices(vector: dict[str, Any]) -> None:
-    made = [Trace(**one) for one in vector["traces"]]
+    made = [Trace(**first) for first in vector["traces"]]
     choice = resample(made, of_paper(vector["settings"]), Random(0))
     assert choice.rejected == vector["rejected"]
-    assert choice.dropped == {int(index): why for index, why in vector["dropped"].items()}
+    assert choice.dropped == {int(index): cause for index, cause in vector["dropped"].items()}
     assert choice.kept == vector["kept"]
 
 
@@ -133,7 +133,7 @@ def test_half_of_the_negatives_are_kept_if_m_is_2n(num_negatives: int) -> None:
 
 
 @given(st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
-def test_the_released_quotas_are_the_roundings_if_they_sum_to_n(
+def test_released_quotas_are_the_roundings_if_they_sum_to_n(
     n: int, num_positives: int, num_negatives: int
 ) -> None:
     total = num_positives + num_negatives
@@ -141,8 +141,8 @@ def test_the_released_quotas_are_the_roundings_if_they_sum_to_n(
         return
     rounded = round(num_positives * n / total), round(num_negatives * n / total)
     settings = RocSettings(form="released", down_sample_to_n=n)
-    found = quotas(num_positives, num_negatives, settings)
-    assert found == rounded or (n % 2 and sum(rounded) != n)
+    actual = quotas(num_positives, num_negatives, settings)
+    assert actual == rounded or (n % 2 and sum(rounded) != n)
 
 
 # What the released code does with a group, written down anew from its rule. A rollout is a text for
@@ -210,7 +210,7 @@ ROLLED = st.tuples(
 @example([((["<answer> <answer>7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
 @example([((["<answer>", "7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
 @pytest.mark.full
-def test_the_released_form_matches_the_released_code(
+def test_released_form_matches_the_released_code(
     group: list[tuple[Rolled, float]], settings: RocSettings
 ) -> None:
     settings = settings.model_copy(update={"form": "released"})
@@ -223,8 +223,8 @@ def test_the_released_form_matches_the_released_code(
         turns[-1].results = [result(status[failed]) for failed in failures]
         made.append(Trace.of([Trajectory("t", [1], turns, StopReason.ANSWERED)], reward))
     choice = resample(made, settings, Random(0))
-    rollouts, rewards = [one for one, _ in group], [reward for _, reward in group]
-    assert choice.penalties == [released_penalty(one, settings) for one in rollouts]
+    rollouts, rewards = [first for first, _ in group], [reward for _, reward in group]
+    assert choice.penalties == [released_penalty(first, settings) for first in rollouts]
     expected = released_choice(rollouts, rewards, settings)
     if expected is None:
         assert settings.down_sample_to_n % 2
@@ -239,7 +239,7 @@ def test_every_trace_is_kept_or_dropped_with_a_reason(
 ) -> None:
     choice = resample(group, settings, Random(seed))
     n = settings.down_sample_to_n
-    scored = [index for index, one in enumerate(group) if one.reward is not None]
+    scored = [index for index, first in enumerate(group) if first.reward is not None]
     assert sorted([*choice.kept, *choice.dropped]) == list(range(len(group)))
     assert choice.kept == sorted(choice.kept)
     assert len(choice.penalties) == len(group)
@@ -248,21 +248,21 @@ def test_every_trace_is_kept_or_dropped_with_a_reason(
         assert scored
     else:
         assert choice.kept == []
-    for index, why in choice.dropped.items():
+    for index, cause in choice.dropped.items():
         expected: set[DropReason] = {DropReason.NO_REWARD}
         if index in scored:
             side = DropReason.POSITIVE if group[index].reward else DropReason.NEGATIVE
             expected = {DropReason.GROUP_REJECTED if choice.rejected else side}
-        assert {why} == expected
+        assert {cause} == expected
 
 
 @given(GROUPS, settings(), st.integers())
-def test_a_seed_reproduces_the_choice(group: list[Trace], settings: RocSettings, seed: int) -> None:
+def test_seed_reproduces_the_choice(group: list[Trace], settings: RocSettings, seed: int) -> None:
     assert resample(group, settings, Random(seed)) == resample(group, settings, Random(seed))
 
 
 @given(GROUPS, settings(), st.integers())
-def test_the_released_form_is_deterministic(
+def test_released_form_is_deterministic(
     group: list[Trace], settings: RocSettings, seed: int
 ) -> None:
     rng = Random(seed)
@@ -275,33 +275,33 @@ def test_the_released_form_is_deterministic(
 def test_infrastructure_failures_do_not_affect_the_other_traces(
     group: list[Trace], settings: RocSettings, seed: int
 ) -> None:
-    scored = [index for index, one in enumerate(group) if one.reward is not None]
-    whole = resample(group, settings, Random(seed))
+    scored = [index for index, first in enumerate(group) if first.reward is not None]
+    complete = resample(group, settings, Random(seed))
     without = resample([group[index] for index in scored], settings, Random(seed))
-    assert whole.kept == [scored[index] for index in without.kept]
-    assert whole.rejected == without.rejected
+    assert complete.kept == [scored[index] for index in without.kept]
+    assert complete.rejected == without.rejected
 
 
 @given(GROUPS, settings())
-def test_the_released_form_keeps_the_cleanest_and_the_first(
+def test_released_form_keeps_the_cleanest_and_the_first(
     group: list[Trace], settings: RocSettings
 ) -> None:
     settings = settings.model_copy(update={"form": "released"})
     choice = resample(group, settings, Random(0))
-    for index, why in choice.dropped.items():
+    for index, cause in choice.dropped.items():
         for kept in choice.kept:
-            if why is DropReason.NEGATIVE and group[kept].reward == 0.0:
+            if cause is DropReason.NEGATIVE and group[kept].reward == 0.0:
                 assert kept < index
-            if why is DropReason.POSITIVE and group[kept].reward == 1.0:
+            if cause is DropReason.POSITIVE and group[kept].reward == 1.0:
                 assert (choice.penalties[kept], kept) < (choice.penalties[index], index)
 
 
 @given(traces(), settings())
-def test_a_penalty_is_at_most_one_for_each_part(one: Trace, settings: RocSettings) -> None:
+def test_penalty_is_at_most_one_for_each_part(one: Trace, settings: RocSettings) -> None:
     assert 0 <= penalty(one, settings) <= settings.roc_error_ratio + settings.roc_answer_format
 
 
-def test_a_disabled_part_of_the_penalty_does_not_count() -> None:
+def test_disabled_part_of_the_penalty_does_not_count() -> None:
     flawed = trace(1.0, calls=2, failed=1, answers=0)
     assert penalty(flawed, RocSettings()) == 1.5
     assert penalty(flawed, RocSettings(roc_error_ratio=False)) == 1.0
@@ -321,7 +321,7 @@ def test_positives_are_drawn_in_inverse_proportion_to_their_penalty() -> None:
     assert share_kept(0, group, settings, draws=4000) == pytest.approx(0.8, abs=0.03)
 
 
-def test_a_flawless_positive_is_much_more_likely_but_not_certain() -> None:
+def test_flawless_positive_is_much_more_likely_but_not_certain() -> None:
     settings = RocSettings(down_sample_to_n=2)
     worst = trace(1.0, calls=2, failed=1)
     group = [trace(1.0), worst, trace(0.0), trace(0.0)]
@@ -371,7 +371,7 @@ def test_without_a_target_all_scored_traces_are_kept() -> None:
     assert resample([trace(None)], RocSettings(down_sample_to_n=0), Random(0)).rejected
 
 
-def test_a_negative_reward_is_a_wrong_answer() -> None:
+def test_negative_reward_is_a_wrong_answer() -> None:
     group = [trace(-1.0)] * 2 + [trace(0.5)] * 2
     choice = resample(group, RocSettings(down_sample_to_n=2), Random(0))
     assert sorted(choice.dropped.values()) == [DropReason.NEGATIVE, DropReason.POSITIVE]
@@ -387,7 +387,7 @@ def test_a_negative_reward_is_a_wrong_answer() -> None:
         {"num_turns": -1},
     ],
 )
-def test_an_impossible_trace_is_rejected(wrong: dict[str, Any]) -> None:
+def test_impossible_trace_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"reward|failed|answers"):
         dataclasses.replace(trace(1.0), **wrong)
 
@@ -411,11 +411,11 @@ def result(status: ToolCallStatus) -> ToolResult:
 
 
 def rollout(*turns: tuple[str, list[ToolCallStatus]], reason: StopReason) -> Trajectory:
-    made = [Turn(text=text, results=[result(one) for one in calls]) for text, calls in turns]
+    made = [Turn(text=text, results=[result(first) for first in calls]) for text, calls in turns]
     return Trajectory("t", [1], made, reason)
 
 
-def test_a_trace_is_counted_from_the_record() -> None:
+def test_trace_is_counted_from_the_record() -> None:
     trajectory = rollout(
         (
             "<answer>1</answer>",
@@ -428,18 +428,18 @@ def test_a_trace_is_counted_from_the_record() -> None:
         ("<answer>3</answer>", []),
         reason=StopReason.ANSWERED,
     )
-    found = Trace.of([trajectory], 1.0)
-    assert found == Trace(
+    actual = Trace.of([trajectory], 1.0)
+    assert actual == Trace(
         1.0, num_calls=3, num_failed_calls=2, num_answers=3, num_turns=3, num_pairs=0
     )
 
 
 @pytest.mark.parametrize("status", ToolCallStatus)
 def test_calls_fail_by_their_status_alone(status: ToolCallStatus) -> None:
-    found = Trace.of([rollout(("", [status]), reason=StopReason.ANSWERED)], 1.0)
-    assert found.num_failed_calls == status.failed
+    actual = Trace.of([rollout(("", [status]), reason=StopReason.ANSWERED)], 1.0)
+    assert actual.num_failed_calls == status.failed
     ours = status in (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
-    assert found.num_calls == (not ours)
+    assert actual.num_calls == (not ours)
 
 
 def test_infrastructure_failures_have_no_reward_even_if_one_is_given() -> None:
@@ -461,7 +461,7 @@ def test_penalties_with_the_turns_of_the_published_code() -> None:
         assert penalty(fewer, settings) == pytest.approx(theirs)
 
 
-def test_the_published_scripts_quotas() -> None:
+def test_published_scripts_quotas() -> None:
     assert [quotas(p, 32 - p, RELEASED) for p in (1, 2, 16, 31)] == [
         (1, 15), (2, 14), (8, 8), (15, 1)
     ]  # fmt: skip

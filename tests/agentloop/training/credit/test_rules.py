@@ -54,10 +54,10 @@ def advantages(
     """Return the advantages of the tokens of each rollout's only trajectory."""
     credit = CreditSettings.model_validate({"name": name, "args": args})
     return [
-        one.advantages
-        if isinstance(one.advantages, list)
-        else [one.advantages] * rollout.trajectories[0].num_sampled_tokens
-        for rollout, (one,) in zip(group, assign(group, credit, Random(seed)), strict=True)
+        single.advantages
+        if isinstance(single.advantages, list)
+        else [single.advantages] * rollout.trajectories[0].num_sampled_tokens
+        for rollout, (single,) in zip(group, assign(group, credit, Random(seed)), strict=True)
     ]
 
 
@@ -76,7 +76,7 @@ def test_advantages_within_a_group(vector: dict[str, Any]) -> None:
     assert group_advantages(vector["rewards"]) == pytest.approx(vector["advantages"])
 
 
-def test_a_reward_that_is_no_number_is_refused() -> None:
+def test_reward_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         group_advantages([1.0, math.nan])
 
@@ -134,7 +134,7 @@ def test_without_rewards_of_turns_per_turn_credit_is_grpo(group: list[RewardedRo
     )
 
 
-def test_a_turn_gets_its_reward_and_those_of_later_turns() -> None:
+def test_turn_gets_its_reward_and_those_of_later_turns() -> None:
     """Two rollouts: (1 - 0) / std is 0.7071 for two rewards that differ."""
     high = 0.7071
     group = [rollout(0.0, turn(1, 1.0), turn(2, 2.0)), rollout(0.0, turn(2, 1.0), turn(1, 0.0))]
@@ -148,14 +148,14 @@ def test_a_turn_gets_its_reward_and_those_of_later_turns() -> None:
     ]
 
 
-def test_the_reward_of_the_rollout_counts_beside_those_of_its_turns() -> None:
+def test_reward_of_the_rollout_counts_beside_those_of_its_turns() -> None:
     group = [rollout(1.0, turn(1, 0.0), turn(1)), rollout(0.0, turn(1, 1.0), turn(1))]
     first, second = advantages(group, discount=0.0)
     assert first == pytest.approx([0.0, 0.7071], abs=1e-4)
     assert second == pytest.approx([0.0, -0.7071], abs=1e-4)
 
 
-def test_a_turn_that_only_one_rollout_reaches_has_nothing_to_be_compared_with() -> None:
+def test_turn_that_only_one_rollout_reaches_has_nothing_to_be_compared_with() -> None:
     group = [rollout(0.0, turn(1), turn(2, 5.0)), rollout(0.0, turn(1))]
     assert advantages(group, discount=0.0)[0] == [0.0] * 3
     assert advantages(group)[0] == pytest.approx([0.7071, 0, 0], abs=1e-4)  # the turn before it
@@ -169,14 +169,14 @@ def test_token_rewards_are_added_as_they_are() -> None:
 
 @given(groups(), st.floats(0, 1))
 @hypothesis_settings(deadline=None)
-def test_the_advantages_of_each_turn_of_a_group_sum_to_zero(
+def test_advantages_of_each_turn_of_a_group_sum_to_zero(
     group: list[RewardedRollout], discount: float
 ) -> None:
     """For the turns that all rollouts reach, since the rollouts' own advantages do as well."""
     credit = CreditSettings(name="per_turn", args={"discount": discount})
     first = [
-        one.advantages[0] if isinstance(one.advantages, list) else one.advantages
-        for one, *_ in assign(group, credit, Random(0))
+        single.advantages[0] if isinstance(single.advantages, list) else single.advantages
+        for single, *_ in assign(group, credit, Random(0))
     ]
     assert math.fsum(first) == pytest.approx(0, abs=1e-3)
 
@@ -203,10 +203,10 @@ def test_cut_thought_belongs_to_its_message() -> None:
         first = [thought, turn(2, float(index))] if is_cut else [turn(4, float(index))]
         return rollout(1.0, *first, turn(1, 10.0 * index))
 
-    whole = [two_messages(index, is_cut=False) for index in range(4)]
-    cut = [*whole[:3], two_messages(3, is_cut=True)]
+    complete = [two_messages(index, is_cut=False) for index in range(4)]
+    cut = [*complete[:3], two_messages(3, is_cut=True)]
     for discount in (0.0, 0.5):
-        assert advantages(cut, discount=discount) == advantages(whole, discount=discount)
+        assert advantages(cut, discount=discount) == advantages(complete, discount=discount)
 
 
 def of_conversations(*conversations: tuple[int, str, float]) -> RewardedRollout:
@@ -236,11 +236,11 @@ def test_conversations_that_begin_alike_are_compared() -> None:
     for names in (("+1", "+2"), ("+2", "+1"), ("+2", "+3")):
         last = of_conversations((1, names[0], 3.0), (2, names[1], 30.0))
         expected = group_advantages([0.0, 1.0, 2.0, 3.0])
-        found = by_conversation([*alike, last])
-        assert [of[1] for of in found] == pytest.approx(expected)
-        assert [of[2] for of in found] == pytest.approx(expected)
-    found = by_conversation([*alike, of_conversations((2, "+1", 30.0))])
-    assert [of[2] for of in found] == pytest.approx(expected)
+        result = by_conversation([*alike, last])
+        assert [of[1] for of in result] == pytest.approx(expected)
+        assert [of[2] for of in result] == pytest.approx(expected)
+    result = by_conversation([*alike, of_conversations((2, "+1", 30.0))])
+    assert [of[2] for of in result] == pytest.approx(expected)
 
 
 def test_other_conversations_are_compared_by_name() -> None:
@@ -251,9 +251,9 @@ def test_other_conversations_are_compared_by_name() -> None:
             of_conversations((1, "", 0.0), (prompt, "check", float(n)), (n + 20, "sum", 9.0 * n))
             for n, prompt in enumerate(prompts)
         ]
-        found = by_conversation(group)
-        assert [of[p] for of, p in zip(found, prompts, strict=True)] == pytest.approx(expected)
-        assert [of[n + 20] for n, of in enumerate(found)] == pytest.approx(expected)
+        result = by_conversation(group)
+        assert [of[p] for of, p in zip(result, prompts, strict=True)] == pytest.approx(expected)
+        assert [of[n + 20] for n, of in enumerate(result)] == pytest.approx(expected)
 
 
 def test_token_rewards_of_wrong_length_are_refused() -> None:
@@ -274,9 +274,9 @@ def test_shuffled_rewards_teach_nothing_on_average(group: list[RewardedRollout])
     """The advantages of each kind are the same, but say nothing about the token that has them."""
     straight = advantages(group)
     shuffled = [advantages(group, seed=seed, shuffle_rewards=True) for seed in range(400)]
-    for one in shuffled:
-        assert sorted(chain(*one)) == pytest.approx(sorted(chain(*straight)))
-    first_tokens = [[of_rollout[0] for of_rollout in one] for one in shuffled]
+    for single in shuffled:
+        assert sorted(chain(*single)) == pytest.approx(sorted(chain(*straight)))
+    first_tokens = [[of_rollout[0] for of_rollout in single] for single in shuffled]
     means = [math.fsum(column) / len(shuffled) for column in zip(*first_tokens, strict=True)]
     assert max(means) - min(means) < 0.3 < max(map(max, straight)) - min(map(min, straight))
 
@@ -287,29 +287,29 @@ def test_shuffled_rewards_teach_nothing_on_average(group: list[RewardedRollout])
 @given(groups(), NAMES)
 @hypothesis_settings(deadline=None)
 def test_each_sampled_token_has_credit(group: list[RewardedRollout], name: str) -> None:
-    for one, credits in zip(
+    for single, credits in zip(
         group, assign(group, CreditSettings(name=name), Random(0)), strict=True
     ):
-        for trajectory, credit in zip(one.trajectories, credits, strict=True):
+        for trajectory, credit in zip(single.trajectories, credits, strict=True):
             if isinstance(credit.advantages, list):
                 assert len(credit.advantages) == trajectory.num_sampled_tokens
 
 
 @given(groups())
 @hypothesis_settings(deadline=None)
-def test_the_weights_of_a_group(group: list[RewardedRollout]) -> None:
+def test_weights_of_a_group(group: list[RewardedRollout]) -> None:
     """A group, a trajectory or a token counts as 1."""
-    trajectories = [one for rollout in group for one in rollout.trajectories]
-    num_tokens = [one.num_sampled_tokens for one in trajectories]
+    trajectories = [single for rollout in group for single in rollout.trajectories]
+    num_tokens = [single.num_sampled_tokens for single in trajectories]
     totals: dict[Aggregate, int] = {
         "group": min(1, len(group)),
         "sequence": len(trajectories),
         "batch": sum(num_tokens),
     }
-    for how, total in totals.items():
-        weights = [one for rollout in token_weights(group, how) for one in rollout]
-        found = math.fsum(w * n for w, n in zip(weights, num_tokens, strict=True))
-        assert found == pytest.approx(total)
+    for method, total in totals.items():
+        weights = [single for rollout in token_weights(group, method) for single in rollout]
+        result = math.fsum(w * n for w, n in zip(weights, num_tokens, strict=True))
+        assert result == pytest.approx(total)
 
 
 # --- the way to the learner -----------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_invalid_arguments_are_named(args: dict[str, Any], message: str) -> None
         CreditSettings(name="per_turn", args=args)
 
 
-def test_the_short_form(tmp_path: Path) -> None:
+def test_short_form(tmp_path: Path) -> None:
     from agentloop.cli.train import TrainSettings
 
     file = tmp_path / "recipe.toml"

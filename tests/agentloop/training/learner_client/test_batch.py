@@ -12,7 +12,7 @@ from agentloop.learner.batch import Batch
 from agentloop.training.learner_client.batch import Sample, write_batch
 
 
-def test_the_learner_reads_the_samples_that_were_written(tmp_path: Path) -> None:
+def test_learner_reads_the_samples_that_were_written(tmp_path: Path) -> None:
     samples = [
         Sample([number] * length, [0] * (length - 1) + [1], [-1.0] * length, [2.0], number)
         for number, length in enumerate((2, 3, 4, 5, 6))

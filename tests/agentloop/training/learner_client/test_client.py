@@ -145,8 +145,8 @@ async def ranks(
         RanksSettings(nproc_per_node=count, start_timeout_s=50),
         log_dir=folder / "logs",
         on_progress=lambda line: None,
-    ) as both:
-        yield both
+    ) as pair:
+        yield pair
 
 
 async def test_requests_are_answered_and_no_process_is_left(
@@ -163,7 +163,7 @@ async def test_requests_are_answered_and_no_process_is_left(
         os.kill(pid, 0)
 
 
-async def test_a_request_after_a_cancelled_one_gets_its_own_response(
+async def test_request_after_a_cancelled_one_gets_its_own_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = tmp_path / "may_end"
@@ -177,7 +177,7 @@ async def test_a_request_after_a_cancelled_one_gets_its_own_response(
         assert answer.echo == {"op": "step", "batch": "x"}
 
 
-async def test_a_reply_that_is_not_of_the_protocol_is_an_error(
+async def test_reply_that_is_not_of_the_protocol_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
@@ -185,13 +185,13 @@ async def test_a_reply_that_is_not_of_the_protocol_is_an_error(
             await learner.ask(SavedRequest(), timeout_s=30)
 
 
-async def test_a_late_response_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_response_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
         with pytest.raises(LearnerLost, match=r"hang: no response within 0\.1 s; logs in"):
             await learner.ask(played("hang"), timeout_s=0.1)
 
 
-async def test_a_rank_that_dies_says_which_and_how(
+async def test_rank_that_dies_says_which_and_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
@@ -201,7 +201,7 @@ async def test_a_rank_that_dies_says_which_and_how(
             assert "rank 0" in await processes.wait_dead()
 
 
-async def test_a_start_that_fails_ends_with_the_log(
+async def test_start_that_fails_ends_with_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(LearnerError, match=r"exit status 3[\s\S]*out of luck"):
@@ -210,7 +210,7 @@ async def test_a_start_that_fails_ends_with_the_log(
 
 
 @pytest.mark.full
-async def test_a_start_fails_when_any_rank_dies(
+async def test_start_fails_when_any_rank_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -222,7 +222,7 @@ async def test_a_start_fails_when_any_rank_dies(
 
 
 @pytest.mark.full
-async def test_the_death_of_a_rank_is_a_single_error(
+async def test_death_of_a_rank_is_a_single_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
@@ -234,7 +234,7 @@ async def test_the_death_of_a_rank_is_a_single_error(
 
 @pytest.mark.parametrize(("ends", "watched"), [(False, False), (True, True)])
 @pytest.mark.full
-async def test_the_first_of_several_dead_ranks_is_named(
+async def test_first_of_several_dead_ranks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, watched: bool
 ) -> None:
     """Rank 0 reports the loss of a rank, and may end before that rank's end is noticed."""
@@ -248,7 +248,7 @@ async def test_the_first_of_several_dead_ranks_is_named(
     assert "a peer is gone" not in str(caught.value)
 
 
-async def test_the_log_is_shown_if_no_rank_has_ended(
+async def test_log_is_shown_if_no_rank_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
@@ -274,7 +274,7 @@ async def test_work_is_undisturbed_while_all_ranks_live(
             await processes.while_alive(refuse)
 
 
-async def test_a_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
         pid = (await learner.ask(played("step"), timeout_s=30)).pid
         os.kill(pid, signal.SIGKILL)
@@ -282,7 +282,7 @@ async def test_a_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.Mo
             assert "exit status 137" in await processes.wait_dead()
 
 
-async def test_a_file_of_the_users_with_the_packages_name_is_not_run(
+async def test_file_of_the_users_with_the_packages_name_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings are invalid, which the real learner reports first."""
@@ -300,7 +300,7 @@ async def test_a_file_of_the_users_with_the_packages_name_is_not_run(
     assert "not ours" not in str(caught.value)
 
 
-async def test_a_long_folder_for_temporary_files(
+async def test_long_folder_for_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("long" * 25)
@@ -338,18 +338,18 @@ def forget(folder: Path) -> None:
 async def both_run(folder: Path) -> list[int]:
     """Return the pids of ranks 0 and 1. Fake ranks do not wait for each other."""
     with anyio.fail_after(patient(30)):
-        while not all(said := _said(folder)):  # noqa: ASYNC110  # other processes
+        while not all(stated := _stated(folder)):  # noqa: ASYNC110  # other processes
             await anyio.sleep(0.01)
-    return [int(pid) for pid in said]
+    return [int(pid) for pid in stated]
 
 
-def _said(folder: Path) -> list[str]:
+def _stated(folder: Path) -> list[str]:
     files = [folder / f"pid-{rank}" for rank in (0, 1)]
     return [file.read_text() if file.exists() else "" for file in files]
 
 
 @pytest.mark.full
-async def test_a_lost_learner_can_be_restarted(
+async def test_lost_learner_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
@@ -378,7 +378,7 @@ async def test_requests_wait_for_a_learner_that_is_starting(
     assert all(map(is_gone, pids))
 
 
-async def test_a_start_that_fails_ends_the_block(
+async def test_start_that_fails_ends_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = kept(tmp_path, monkeypatch)
@@ -388,7 +388,7 @@ async def test_a_start_that_fails_ends_the_block(
             await anyio.sleep_forever()
 
 
-async def test_a_learner_that_is_not_needed_any_more_does_not_go_on_starting(
+async def test_learner_that_is_not_needed_any_more_does_not_go_on_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = kept(tmp_path, monkeypatch)
@@ -422,11 +422,11 @@ async def test_lost_returns_when_a_rank_dies_between_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes ranks that take no requests, but not deaths caused by a restart."""
-    told: list[str] = []
+    reported: list[str] = []
     async with kept(tmp_path, monkeypatch) as learner:
 
         async def listen() -> None:
-            told.append(await learner.wait_lost())
+            reported.append(await learner.wait_lost())
 
         with anyio.fail_after(patient(50)):
             async with anyio.create_task_group() as tasks:
@@ -435,26 +435,26 @@ async def test_lost_returns_when_a_rank_dies_between_requests(
                     await both_run(tmp_path)
                     forget(tmp_path)
                     await learner.restart()
-                assert told == []
+                assert reported == []
                 os.kill((await both_run(tmp_path))[1], signal.SIGKILL)
-        assert "rank 1 ended with exit status 137" in told[0]
+        assert "rank 1 ended with exit status 137" in reported[0]
         with pytest.raises(LearnerLost, match="rank 1 ended"):
             await learner.ask(played("hang"), timeout_s=60)
 
 
-async def test_a_learner_that_ended_itself_is_not_lost(
+async def test_learner_that_ended_itself_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
         with pytest.raises(LearnerEnded, match="end: no finite gradient\nThe logs in"):
             await learner.ask(played("end"), timeout_s=30)
-    async with ranks(tmp_path, monkeypatch) as (other, processes):
+    async with ranks(tmp_path, monkeypatch) as (second, processes):
         with pytest.raises(LearnerEnded):
-            await processes.while_alive(partial(other.ask, played("end"), timeout_s=30))
+            await processes.while_alive(partial(second.ask, played("end"), timeout_s=30))
 
 
 @pytest.mark.full
-async def test_a_restart_that_fails_can_be_tried_again(
+async def test_restart_that_fails_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = tmp_path / "bad"
@@ -469,7 +469,7 @@ async def test_a_restart_that_fails_can_be_tried_again(
         assert await learner.ask(played("step"), timeout_s=30)
 
 
-async def test_a_restart_that_is_cancelled_leaves_nothing(
+async def test_restart_that_is_cancelled_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(tmp_path, monkeypatch, late_after=str(tmp_path / "late")) as learner:

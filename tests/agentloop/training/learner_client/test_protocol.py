@@ -39,7 +39,7 @@ STATES = st.builds(
 
 @settings(deadline=None)
 @given(state=STATES, lr=st.none() | st.floats(0, 1, exclude_max=True))
-def test_a_request_survives_the_wire(state: TrainingState, lr: float | None) -> None:
+def test_request_survives_the_wire(state: TrainingState, lr: float | None) -> None:
     request = StepRequest(batch=Path("/a/batch"), lr=lr, state=state)
     line = encode(request)
     assert line.count(b"\n") == 1
@@ -48,12 +48,12 @@ def test_a_request_survives_the_wire(state: TrainingState, lr: float | None) -> 
 
 @settings(deadline=None)
 @given(state=STATES)
-def test_a_reply_survives_the_wire(state: TrainingState) -> None:
+def test_reply_survives_the_wire(state: TrainingState) -> None:
     reply = LoadReply(state=state, num_updates=3, num_skipped=0, warm_from=1)
     assert decode_reply(encode(reply), LoadReply) == reply
 
 
-def test_a_layout_is_rebuilt() -> None:
+def test_layout_is_rebuilt() -> None:
     request = SendRequest(bucket=0, num_updates=1, layout=Layout("cpu", "float32", 1, 2))
     assert decode_request(encode(request)) == request
 
@@ -87,22 +87,22 @@ def test_every_request_can_be_decoded_and_names_its_reply() -> None:
         ('{"op": "send", "bucket": 0, "num_updates": 1, "layout": {"sides": 3}}', "layout.sides"),
     ],
 )
-def test_an_invalid_request_is_named(line: str, message: str) -> None:
+def test_invalid_request_is_named(line: str, message: str) -> None:
     with pytest.raises(MessageError, match=message):
         decode_request(line.encode())
 
 
 def test_metrics_of_a_step_are_kept_by_name() -> None:
     line = b'{"ok": true, "loss": 0.5, "num_tokens": 12, "grad_norm": null, "lr": 0.001}\n'
-    found = decode_reply(line, StepReply)
-    assert isinstance(found, StepReply)
-    assert found.loss == 0.5
+    result = decode_reply(line, StepReply)
+    assert isinstance(result, StepReply)
+    assert result.loss == 0.5
     metrics: dict[str, Any] = {"loss": 0.5, "num_tokens": 12, "grad_norm": None, "lr": 0.001}
-    assert found.metrics() == metrics
+    assert result.metrics() == metrics
     assert json.loads(encode(StepReply(**metrics))) == {"ok": True, **metrics}
 
 
-def test_a_failure_is_a_reply_to_any_request() -> None:
+def test_failure_is_a_reply_to_any_request() -> None:
     failure = Failure(error="the disk is full")
     assert decode_reply(encode(failure), OpenReply) == failure
 
@@ -116,12 +116,12 @@ def test_a_failure_is_a_reply_to_any_request() -> None:
         ('{"ok": fal', Reply, "message: Invalid JSON"),
     ],
 )
-def test_an_invalid_reply_is_named(line: str, kind: type[Reply], message: str) -> None:
+def test_invalid_reply_is_named(line: str, kind: type[Reply], message: str) -> None:
     with pytest.raises(MessageError, match=message):
         decode_reply(line.encode(), kind)
 
 
-def test_the_protocol_is_light() -> None:
+def test_protocol_is_light() -> None:
     code = (
         "import sys, agentloop.training.learner_client.protocol\n"
         "heavy = {'torch', 'numpy', 'transformers', 'aiohttp', 'anyio'} & sys.modules.keys()\n"

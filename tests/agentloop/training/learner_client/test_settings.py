@@ -26,7 +26,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
         ({"seed": 2**63}, "seed"),
     ],
 )
-def test_a_number_out_of_bounds_is_refused(settings: dict[str, Any], name: str) -> None:
+def test_number_out_of_bounds_is_refused(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(pydantic.ValidationError) as refused:
         LearnerSettings.model_validate(settings)
     (error,) = refused.value.errors()

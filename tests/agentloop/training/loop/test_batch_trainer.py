@@ -83,7 +83,7 @@ async def test_each_step_trains_on_the_selected_rollouts(tmp_path: Path) -> None
     assert [path.name for path in (run.path / "weights").iterdir()] == ["2"]
 
 
-async def test_a_step_without_a_signal_does_not_call_the_learner(tmp_path: Path) -> None:
+async def test_step_without_a_signal_does_not_call_the_learner(tmp_path: Path) -> None:
     learner, _, run = await run_loop(tmp_path, right=1.0, steps=1, evaluate_every=0)
     assert [op for op, _ in learner.requests] == ["publish", "save"]
     (metrics,) = [row for row in read_lines(run.path / "metrics.jsonl") if "reward" in row]
@@ -99,7 +99,7 @@ async def test_three_steps_without_a_signal_are_explained_once(tmp_path: Path) -
     assert "step 3/5: reward 1.000, a signal in 0 of 3 groups" in report.lines[at - 1]
 
 
-async def test_a_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_path: Path) -> None:
+async def test_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_path: Path) -> None:
     batches = []
     for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 1])):
         ended = [anyio.Event() for _ in range(4)]
@@ -124,7 +124,7 @@ async def test_a_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_p
     assert batches[0] == batches[1]
 
 
-async def test_a_rollout_at_the_mean_counts_in_the_objective(tmp_path: Path) -> None:
+async def test_rollout_at_the_mean_counts_in_the_objective(tmp_path: Path) -> None:
     """Its advantage is 0, but its tokens count in the mean over its group."""
 
     def thirds(trajectory: Trajectory, task: object) -> float:
@@ -157,7 +157,7 @@ async def test_groups_with_equal_rewards_are_trained_on_unless_they_are_rejected
         assert len(learner.batches[0]["lengths"]) == num_samples
 
 
-async def test_a_rollout_without_sampled_tokens_has_no_reward(tmp_path: Path) -> None:
+async def test_rollout_without_sampled_tokens_has_no_reward(tmp_path: Path) -> None:
     class Silent(FakeRollouts):
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
             group = await super().__call__(prompt, **options)
@@ -240,7 +240,7 @@ class CollapsingRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_a_collapsed_run_ends_with_the_last_good_weights(tmp_path: Path) -> None:
+async def test_collapsed_run_ends_with_the_last_good_weights(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     learner = LostLearner("nothing", 1)
     settings: dict[str, Any] = {"steps": 9, "checkpoint_every": 1, "evaluate_every": 0}
@@ -275,7 +275,7 @@ async def test_a_collapsed_run_ends_with_the_last_good_weights(tmp_path: Path) -
     assert {entry.name for entry in undone.iterdir()} >= {"metrics.jsonl", "step-00002"}
 
 
-async def test_a_collapse_waits_for_servers_that_are_loading_weights(tmp_path: Path) -> None:
+async def test_collapse_waits_for_servers_that_are_loading_weights(tmp_path: Path) -> None:
     tasks, run = TaskSource.open(ARITHMETIC), tmp_path / "run"
 
     class Slow(FakeSGLang):
@@ -306,7 +306,7 @@ async def test_a_collapse_waits_for_servers_that_are_loading_weights(tmp_path: P
 
 
 @pytest.mark.parametrize(("op", "number"), [("load", 1), ("publish", 4)])
-async def test_a_learner_lost_during_a_collapse_still_leaves_the_good_weights(
+async def test_learner_lost_during_a_collapse_still_leaves_the_good_weights(
     tmp_path: Path, op: str, number: int
 ) -> None:
     tasks, lost = TaskSource.open(ARITHMETIC), LostLearner(op, number)
@@ -360,9 +360,7 @@ class TimedRollouts(FakeRollouts):
         return loop.view()["queue_groups"] == 3
 
 
-async def test_an_evaluation_has_its_own_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_evaluation_has_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, tasks = Clock(), TaskSource.open(ARITHMETIC)
     for module in (batch_trainer, group_buffer, held_out):
         monkeypatch.setattr(module, "time", clock)

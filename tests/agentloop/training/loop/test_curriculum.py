@@ -67,7 +67,7 @@ def figures(*rewards: float | None) -> GroupFigures:
         ([], None),
     ],
 )
-def test_an_outcome_counts_the_rollouts_with_a_reward(
+def test_outcome_counts_the_rollouts_with_a_reward(
     rewards: list[float | None], expected: GroupOutcome | None
 ) -> None:
     assert GroupOutcome.of(figures(*rewards)) == expected
@@ -93,7 +93,7 @@ def test_every_task_can_come_again_and_none_that_was_not_tried_is_passed_over(
 
 @given(observed=OBSERVED, policy=POLICIES, seed=SEEDS, at=st.integers(0, 30), data=st.data())
 @settings(deadline=None)
-def test_a_restart_continues_with_the_same_decisions(
+def test_restart_continues_with_the_same_decisions(
     observed: list[tuple[str, GroupOutcome]],
     policy: DrawPolicy,
     seed: int,
@@ -103,11 +103,11 @@ def test_a_restart_continues_with_the_same_decisions(
     offers = data.draw(st.lists(KEYS, min_size=len(observed), max_size=len(observed)))
 
     def decide(curriculum: Curriculum, some: slice) -> list[bool]:
-        found = []
+        result = []
         for (key, outcome), offered in zip(observed[some], offers[some], strict=True):
-            found.append(curriculum.takes(offered))
+            result.append(curriculum.takes(offered))
             curriculum.observe(key, outcome)
-        return found
+        return result
 
     undisturbed = Curriculum(policy, seed=seed)
     decisions = decide(undisturbed, slice(None))
@@ -122,7 +122,7 @@ def test_a_restart_continues_with_the_same_decisions(
 
 @given(observed=OBSERVED)
 @settings(deadline=None)
-def test_a_task_is_retired_while_its_last_groups_are_solved(
+def test_task_is_retired_while_its_last_groups_are_solved(
     observed: list[tuple[str, GroupOutcome]],
 ) -> None:
     enough = BY_SOLVE_RATE.retire_after
@@ -132,7 +132,7 @@ def test_a_task_is_retired_while_its_last_groups_are_solved(
         curriculum.observe(key, outcome)
         histories[key].append(outcome)
         last = histories[key][-enough:]
-        is_retired = len(last) == enough and all(one.is_solved for one in last)
+        is_retired = len(last) == enough and all(single.is_solved for single in last)
         assert curriculum.is_retired(key) == is_retired
         assert (curriculum.probability(key) == BY_SOLVE_RATE.recheck) == is_retired
     retired = sum(curriculum.is_retired(key) for key in histories)
@@ -152,14 +152,14 @@ def test_tasks_with_solve_rates_near_half_are_drawn_most_often(rates: tuple[int,
 
 def test_tasks_that_are_always_or_never_solved_become_rare() -> None:
     curriculum = Curriculum(DrawPolicy(by_solve_rate=True))
-    found: dict[str, list[float]] = {"solved": [], "failed": []}
+    result: dict[str, list[float]] = {"solved": [], "failed": []}
     for _ in range(8):
         for key, outcome in (("solved", SOLVED), ("failed", FAILED)):
             curriculum.observe(key, outcome)
-            found[key].append(curriculum.probability(key))
-    assert found["solved"] == pytest.approx(found["failed"])
-    assert found["solved"] == sorted(found["solved"], reverse=True)
-    assert 0.3 < found["solved"][0] < 0.4  # (8 + 1) / (8 + 2) = 0.9, and 4 * 0.9 * 0.1 = 0.36
+            result[key].append(curriculum.probability(key))
+    assert result["solved"] == pytest.approx(result["failed"])
+    assert result["solved"] == sorted(result["solved"], reverse=True)
+    assert 0.3 < result["solved"][0] < 0.4  # (8 + 1) / (8 + 2) = 0.9, and 4 * 0.9 * 0.1 = 0.36
     curriculum.observe("solved", MIXED)
     assert curriculum.probability("solved") > 2 * LEAST
 
@@ -180,7 +180,7 @@ def test_every_task_is_taken_without_a_curriculum() -> None:
     assert curriculum.metrics() == {}
 
 
-def test_the_filter_of_a_stage_leaves_out_what_was_solved_once() -> None:
+def test_filter_of_a_stage_leaves_out_what_was_solved_once() -> None:
     measured = Curriculum(NOT_SOLVED)
     measured.restore(
         [
@@ -230,7 +230,7 @@ def test_hard_and_easy_tasks_are_drawn_less_often_than_others(tmp_path: Path) ->
     assert min(drawn[id] for id in ids) > 1  # they are rechecked
 
 
-def test_the_first_epoch_has_every_task_once(tmp_path: Path) -> None:
+def test_first_epoch_has_every_task_once(tmp_path: Path) -> None:
     drawn = learn(listed(tmp_path, 30), 30, Always())
     assert set(drawn.values()) == {1}
 
@@ -249,47 +249,47 @@ def test_generated_tasks_are_drawn_by_their_level() -> None:
     assert easy < hard < half / 3
 
 
-def test_a_filtered_stage_knows_its_tasks_by_id_even_if_they_were_generated() -> None:
+def test_filtered_stage_knows_its_tasks_by_id_even_if_they_were_generated() -> None:
     curriculum = Curriculum(BY_SOLVE_RATE)
     tasks = StageTasks(TaskSource.open(TasksSettings()), 1, curriculum)
-    own = tasks.take(4)
-    assert {tasks.rate_key(task) for task in own} == {"arithmetic level 1"}
-    tasks.use(own, seed="s", cursor={})
-    assert [tasks.rate_key(task) for task in own] == [task.id for task in own]
-    for task in own[1:]:
+    local = tasks.take(4)
+    assert {tasks.rate_key(task) for task in local} == {"arithmetic level 1"}
+    tasks.use(local, seed="s", cursor={})
+    assert [tasks.rate_key(task) for task in local] == [task.id for task in local]
+    for task in local[1:]:
         tasks.observe([(task.id, SOLVED)] * 3)
     drawn = Counter(task.id for task in itertools.islice(tasks, 40))
-    assert drawn[own[0].id] > 25
+    assert drawn[local[0].id] > 25
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_stage_continues_where_it_was(filtered: bool) -> None:
+def test_stage_continues_where_it_was(filtered: bool) -> None:
     """The cursor, and the outcomes so far, determine all further tasks."""
     settings = TasksSettings(levels=[1, 2, 3])
-    own = [Task(str(index), "?", "1") for index in range(5)]
+    local = [Task(str(index), "?", "1") for index in range(5)]
 
     def stage(cursor: TaskCursor) -> tuple[StageTasks, Curriculum]:
         curriculum = Curriculum(BY_SOLVE_RATE)
         tasks = StageTasks(TaskSource.open(settings, cursor.get("tasks")), 2, curriculum)
         if filtered:
-            tasks.use(own, seed="s", cursor=cursor)
+            tasks.use(local, seed="s", cursor=cursor)
         return tasks, curriculum
 
     first, _ = stage({})
-    found = []
-    told: list[tuple[str, GroupOutcome]] = []
+    result = []
+    reported: list[tuple[str, GroupOutcome]] = []
     cursors = []
     for task in itertools.islice(first, 40):
-        found.append(task.id)
+        result.append(task.id)
         cursors.append(first.cursor())
-        told.append((first.rate_key(task), SOLVED if len(told) % 3 else MIXED))
-        first.observe(told[-1:])
+        reported.append((first.rate_key(task), SOLVED if len(reported) % 3 else MIXED))
+        first.observe(reported[-1:])
     for at in (1, 7, 20):
         cursor = json.loads(json.dumps(cursors[at - 1]))
         again, curriculum = stage(cursor)
-        curriculum.restore(told[:at], num_offered=cursor["num_offered"])
-        rest = []
+        curriculum.restore(reported[:at], num_offered=cursor["num_offered"])
+        remainder = []
         for index in range(at, 40):
-            rest.append(next(again).id)
-            again.observe(told[index : index + 1])
-        assert rest == found[at:]
+            remainder.append(next(again).id)
+            again.observe(reported[index : index + 1])
+        assert remainder == result[at:]

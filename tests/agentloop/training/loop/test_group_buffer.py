@@ -53,7 +53,7 @@ async def finish(buffer: GroupBuffer, group: QueuedGroup, num_bytes: int = 1) ->
     await buffer.finish(group, path=f"{group.number}", num_bytes=num_bytes, figures=FIGURES)
 
 
-async def test_a_batch_frees_its_slots_when_its_weights_are_live(tmp_path: Path) -> None:
+async def test_batch_frees_its_slots_when_its_weights_are_live(tmp_path: Path) -> None:
     async with opened(tmp_path) as (buffer, queue):
         groups = [await buffer.admit() for _ in range(BATCH)]
         assert not can_admit(buffer)
@@ -90,7 +90,7 @@ async def test_outcomes_of_a_batch_change_which_tasks_are_drawn(tmp_path: Path) 
         assert [(await buffer.admit()).task.level for _ in range(BATCH)] == [2, 2]
 
 
-async def test_a_discarded_group_is_replaced(tmp_path: Path) -> None:
+async def test_discarded_group_is_replaced(tmp_path: Path) -> None:
     async with opened(tmp_path, num_groups=1) as (buffer, queue):
         group = await buffer.admit()
         assert buffer.num_left == 0
@@ -108,7 +108,7 @@ async def test_without_a_batch_none_can_be_leased(tmp_path: Path) -> None:
             await buffer.lease(1, NOTES)
 
 
-async def test_a_full_disk_admits_only_what_the_next_batch_needs(tmp_path: Path) -> None:
+async def test_full_disk_admits_only_what_the_next_batch_needs(tmp_path: Path) -> None:
     async with opened(tmp_path, max_staleness=1, max_bytes=5) as (buffer, _):
         await finish(buffer, await buffer.admit(), num_bytes=10)
         assert can_admit(buffer)
@@ -118,7 +118,7 @@ async def test_a_full_disk_admits_only_what_the_next_batch_needs(tmp_path: Path)
         assert can_admit(buffer)
 
 
-async def test_a_slot_stays_taken_if_the_journal_cannot_be_written(
+async def test_slot_stays_taken_if_the_journal_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*arguments: object, **named: object) -> None:
@@ -179,22 +179,22 @@ def test_slots_and_journal_agree_also_after_a_restart(
                 *(["lease"] if buffer.has_batch else []),
             ]
             assert possible, "nothing can happen any more"
-            what = possible[choice % len(possible)]
+            kind = possible[choice % len(possible)]
             group = [*admitted.values()][number % len(admitted)] if admitted else None
-            if what == "admit":
+            if kind == "admit":
                 group = await buffer.admit()
                 assert group.version == live
                 assert not open_ or group.number in open_  # those of before go first
                 open_.pop(group.number, None)
                 admitted[group.number] = group
-            elif what == "live":
+            elif kind == "live":
                 live += 1
                 buffer.now_live(live)
-            elif what == "lease":
+            elif kind == "lease":
                 lease = await buffer.lease(next(steps), NOTES)
-                assert all(learned - one.version <= max_staleness for one in lease.groups)
+                assert all(learned - first.version <= max_staleness for first in lease.groups)
                 learned += 1
-            elif what == "finish" and group is not None:
+            elif kind == "finish" and group is not None:
                 del admitted[group.number]
                 await finish(buffer, group)
             elif group is not None:
@@ -219,8 +219,8 @@ def test_slots_and_journal_agree_also_after_a_restart(
             tasks = StageTasks(TaskSource.open(TasksSettings(kind="arithmetic")), 1)
             await buffer.begin_stage(tasks, num_groups=100, ids=None)
             before = await queue.counts()
-            left = buffer.num_left
-            assert left == 100 - buffer.num_finished
+            remaining = buffer.num_left
+            assert remaining == 100 - buffer.num_finished
             assert buffer.num_finished <= before.get("finished", 0)
             if buffer.num_finished == before.get("finished", 0):
                 await play(buffer, queue, draws[restart_at:])

@@ -27,7 +27,7 @@ from tests.agentloop.training.loop_support import (
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
 
 
-async def test_a_run_without_steps_only_evaluates(tmp_path: Path) -> None:
+async def test_run_without_steps_only_evaluates(tmp_path: Path) -> None:
     learner, run_group, run = await run_loop(tmp_path, steps=0, evaluate_every=0)
     assert [op for op, _ in learner.requests] == ["publish"]
     assert run_group.sizes == [1] * 4
@@ -36,7 +36,7 @@ async def test_a_run_without_steps_only_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("last", "again"), [("0-held-out", [0, 2]), ("2-held-out", [2])])
-async def test_an_evaluation_is_recorded_once_after_a_kill(
+async def test_evaluation_is_recorded_once_after_a_kill(
     tmp_path: Path, last: str, again: list[int]
 ) -> None:
     tasks = TaskSource.open(ARITHMETIC)
@@ -102,7 +102,7 @@ async def test_groups_are_in_the_order_of_their_tasks_without_refused_ones(
     assert sorted(rollouts.begun) == ["name-0", "name-1", "name-2"]
 
 
-async def test_an_environment_that_fails_on_every_task_is_reported() -> None:
+async def test_environment_that_fails_on_every_task_is_reported() -> None:
     class Failing(ByTask):
         async def run(self, request: GroupRequest) -> Any:
             request.queued.set()

@@ -36,8 +36,8 @@ def figures(*rewards: float | None) -> GroupFigures:
 
 async def admitted(queue: GroupQueue, count: int, *, version: int = 0) -> list[int]:
     tasks = [Task(f"t{index}", "What is 1 plus 1?", "2") for index in range(count)]
-    found = [await queue.admit(task, version=version, cursor=CURSOR) for task in tasks]
-    return [group.number for group in found]
+    result = [await queue.admit(task, version=version, cursor=CURSOR) for task in tasks]
+    return [group.number for group in result]
 
 
 async def finished(queue: GroupQueue, count: int) -> list[int]:
@@ -51,7 +51,7 @@ async def finished(queue: GroupQueue, count: int) -> list[int]:
 async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
     task = Task("a", [{"role": "user", "content": "?"}], "1", "book", 3, {"x": [1]})
     async with opened(tmp_path) as queue:
-        one = await queue.admit(task, version=4, cursor={"num_drawn": 7})
+        first = await queue.admit(task, version=4, cursor={"num_drawn": 7})
         two, three, four = await admitted(queue, 3)
         await queue.finish(two, path="2.jsonl", num_bytes=10, figures=figures(0.5))
         await queue.finish(three, path="3.jsonl", num_bytes=5, figures=GroupFigures())
@@ -60,9 +60,13 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
     async with opened(tmp_path) as queue:
-        assert await queue.open_groups() == [QueuedGroup(one.number, task, 4, None, 0)]
-        (left,) = await queue.finished_groups()
-        assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
+        assert await queue.open_groups() == [QueuedGroup(first.number, task, 4, None, 0)]
+        (remaining,) = await queue.finished_groups()
+        assert (remaining.number, remaining.path, remaining.figures) == (
+            two,
+            "2.jsonl",
+            figures(0.5),
+        )
         assert queue.num_bytes == 10
         assert await queue.cursor() == CURSOR
         assert await queue.stage(1) == StageNote(0, None, 4, CURSOR)
@@ -71,10 +75,10 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None:
-    said = {"when": date(2026, 11, 21)}
+async def test_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None:
+    stated = {"when": date(2026, 11, 21)}
     async with opened(tmp_path) as queue:
-        await queue.admit(Task("a", "?", "1", extra=said), version=0, cursor=CURSOR)
+        await queue.admit(Task("a", "?", "1", extra=stated), version=0, cursor=CURSOR)
         (group,) = await queue.open_groups()
     assert group.task.extra == {"when": "2026-11-21"}
 
@@ -93,11 +97,11 @@ async def test_figures_that_are_not_plain_data_are_refused_and_never_become_text
 
 
 @pytest.mark.anyio
-async def test_a_group_is_in_one_batch(tmp_path: Path) -> None:
+async def test_group_is_in_one_batch(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        one, two, three = await finished(queue, 3)
-        lease = await queue.lease(1, [two, one], StepNotes(0))
-        assert [group.number for group in lease.groups] == [two, one]
+        first, two, three = await finished(queue, 3)
+        lease = await queue.lease(1, [two, first], StepNotes(0))
+        assert [group.number for group in lease.groups] == [two, first]
         with pytest.raises(ValueError, match=f"group {two} is leased"):
             await queue.lease(2, [three, two], StepNotes(0))
         # All or nothing.
@@ -133,8 +137,8 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
 async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
     """The process was killed between the checkpoint and its acknowledgement."""
     async with opened(tmp_path) as queue:
-        one, two = await finished(queue, 2)
-        await queue.lease(1, [one], StepNotes(0))
+        first, two = await finished(queue, 2)
+        await queue.lease(1, [first], StepNotes(0))
         await queue.lease(2, [two], StepNotes(0))
         (again,) = await queue.rewind(1)
         assert again.step == 2
@@ -142,7 +146,7 @@ async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_step_without_a_report_has_no_result(tmp_path: Path) -> None:
+async def test_step_without_a_report_has_no_result(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.lease(1, await finished(queue, 1), StepNotes(0))
         (lease,) = await queue.rewind(0)
@@ -152,12 +156,12 @@ async def test_a_step_without_a_report_has_no_result(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        one, two = await finished(queue, 2)
+        first, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
         await queue.discard(lost, path=None, figures=figures(9))
     async with opened(tmp_path) as queue:
-        lease = await queue.lease(1, [one], StepNotes(0))
-        assert [group.number for group in lease.groups] == [one]
+        lease = await queue.lease(1, [first], StepNotes(0))
+        assert [group.number for group in lease.groups] == [first]
         assert [(group.number, group.figures) for group in lease.replaced] == [(lost, figures(9))]
         await queue.discard(later, path=None, figures=GroupFigures())
         await queue.lease(2, [two], StepNotes(0))
@@ -169,10 +173,10 @@ async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
 async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.begin_stage(1, step=0, tasks=None, cursor={"num_drawn": 0})
-        one, two, three, four = await finished(queue, 4)
+        first, two, three, four = await finished(queue, 4)
         (discarded,) = await admitted(queue, 1)
         await queue.discard(discarded, path="5.jsonl", figures=GroupFigures())
-        await queue.lease(1, [one], StepNotes(0))
+        await queue.lease(1, [first], StepNotes(0))
         await queue.lease(2, [two], StepNotes(0))
         (still_open,) = await admitted(queue, 1)
         stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"num_drawn": 9})
@@ -186,7 +190,7 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         assert queue.num_bytes == 0
         again = [two, three, four, still_open]
         groups = await queue.open_groups()
-        assert [(one.number, one.path, one.num_bytes) for one in groups] == [
+        assert [(first.number, first.path, first.num_bytes) for first in groups] == [
             (number, None, 0) for number in again
         ]
         assert await queue.stage(1) is not None
@@ -204,15 +208,17 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
 async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: Path) -> None:
     solved, mixed = GroupOutcome(2, 2, is_equal=True), GroupOutcome(1, 2, is_equal=False)
     async with opened(tmp_path) as queue:
-        one, two, three, lost = await admitted(queue, 4)
-        await queue.finish(one, path="1", num_bytes=1, figures=figures(1, 0))
+        first, two, three, lost = await admitted(queue, 4)
+        await queue.finish(first, path="1", num_bytes=1, figures=figures(1, 0))
         await queue.finish(two, path="2", num_bytes=1, figures=figures(None, 1, 1))
         await queue.discard(three, path="3", figures=figures(1, 1))
         await queue.finish(lost, path="4", num_bytes=1, figures=figures(None, None))
         filtered = [("f", solved)]
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR, outcomes=filtered)
         assert await queue.outcomes() == filtered
-        lease = await queue.lease(1, [two, one], StepNotes(0), rate_key=lambda task: f"k{task.id}")
+        lease = await queue.lease(
+            1, [two, first], StepNotes(0), rate_key=lambda task: f"k{task.id}"
+        )
         expected = [("kt1", solved), ("kt0", mixed), ("kt2", solved)]
         assert lease.outcomes == expected
         assert (await queue.lease(2, [lost], StepNotes(0))).outcomes == []
@@ -227,28 +233,28 @@ async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: 
 @pytest.mark.anyio
 async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        (one,) = await finished(queue, 1)
+        (first,) = await finished(queue, 1)
         (two,) = await admitted(queue, 1)
-        await queue.reopen([one, two], version=3)
+        await queue.reopen([first, two], version=3)
         assert queue.num_bytes == 0
         assert [(g.number, g.version, g.path) for g in await queue.open_groups()] == [
-            (one, 3, None),
+            (first, 3, None),
             (two, 3, None),
         ]
-        await queue.finish(one, path="again", num_bytes=1, figures=GroupFigures())
-        await queue.lease(1, [one], StepNotes(0))
+        await queue.finish(first, path="again", num_bytes=1, figures=GroupFigures())
+        await queue.lease(1, [first], StepNotes(0))
         with pytest.raises(ValueError, match="leased"):
-            await queue.reopen([one], version=3)
+            await queue.reopen([first], version=3)
 
 
 @pytest.mark.anyio
-async def test_a_group_finishes_once(tmp_path: Path) -> None:
+async def test_group_finishes_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        (one,) = await finished(queue, 1)
+        (first,) = await finished(queue, 1)
         with pytest.raises(ValueError, match="finished"):
-            await queue.finish(one, path="", num_bytes=0, figures=GroupFigures())
+            await queue.finish(first, path="", num_bytes=0, figures=GroupFigures())
         with pytest.raises(ValueError, match="finished"):
-            await queue.discard(one, path="", figures=GroupFigures())
+            await queue.discard(first, path="", figures=GroupFigures())
 
 
 CHILD = """
@@ -283,29 +289,29 @@ anyio.run(main)
 
 @pytest.mark.timeout(120)
 @pytest.mark.full
-def test_a_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> None:
+def test_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     for after in range(1, 5):
         path = tmp_path / str(after) / "queue.sqlite"
         path.parent.mkdir()
         command = [sys.executable, "-c", CHILD, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
-            told = 0
+            reported = 0
             try:
-                while told < 3 * after:
-                    told = int(child.stdout.readline())
+                while reported < 3 * after:
+                    reported = int(child.stdout.readline())
             finally:
                 child.kill()
-        anyio.run(_check, path.parent, told)
+        anyio.run(_check, path.parent, reported)
 
 
-async def _check(folder: Path, told: int) -> None:
+async def _check(folder: Path, reported: int) -> None:
     async with opened(folder) as queue:
         cursor = await queue.cursor()
         assert sum((await queue.counts()).values()) == cursor["num_drawn"]  # none skipped or twice
         leases = await queue.rewind(0)
         assert [lease.step for lease in leases] == list(range(1, len(leases) + 1))
-        assert len(leases) >= told
+        assert len(leases) >= reported
         learned = [group.task.id for lease in leases for group in lease.groups]
         assert len(set(learned)) == len(learned) == 3 * len(leases)
         outcome = GroupOutcome(1, 2, is_equal=False)
@@ -313,7 +319,7 @@ async def _check(folder: Path, told: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
+async def test_file_of_another_version_is_rejected(tmp_path: Path) -> None:
     async with opened(tmp_path):
         pass
     connection = sqlite3.connect(tmp_path / "queue.sqlite")
@@ -325,7 +331,7 @@ async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_invalid_file_is_named(tmp_path: Path) -> None:
+async def test_invalid_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.sqlite").write_text("words " * 1000)
     with pytest.raises(RunFolderError, match=r"run\.folder: .*sqlite: file is not a database"):
         async with opened(tmp_path):
@@ -336,7 +342,7 @@ async def test_an_invalid_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
+async def test_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.note("cursor", {"num_drawn": 1})
     with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as connection, connection:

@@ -58,7 +58,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
 
 
-async def test_a_task_drawn_twice_in_a_step_makes_two_groups(tmp_path: Path) -> None:
+async def test_task_drawn_twice_in_a_step_makes_two_groups(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"problem": "What is 1 plus 2?", "answer": "3"}\r\n')
     tasks = TaskSource.open(TasksSettings(kind="jsonl", paths=[file]))
@@ -89,7 +89,7 @@ async def test_extreme_arguments_of_tool_calls_do_not_end_a_run(tmp_path: Path) 
     assert "too large" in second["trajectory"]["turns"][0]["calls"][0]["error"]
 
 
-async def test_an_outage_ends_the_run_and_its_tasks_are_trained_on_later(
+async def test_outage_ends_the_run_and_its_tasks_are_trained_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
@@ -130,7 +130,7 @@ class RefusingRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_an_invalid_task_is_skipped(tmp_path: Path) -> None:
+async def test_invalid_task_is_skipped(tmp_path: Path) -> None:
     tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
     learner, _, run = await run_loop(
         tmp_path,
@@ -146,7 +146,7 @@ async def test_an_invalid_task_is_skipped(tmp_path: Path) -> None:
     assert "9000 tokens" in line
 
 
-async def test_a_run_ends_if_all_tasks_are_invalid(tmp_path: Path) -> None:
+async def test_run_ends_if_all_tasks_are_invalid(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = RefusingRollouts(tasks)
     run_group.refuses = 3
@@ -155,7 +155,7 @@ async def test_a_run_ends_if_all_tasks_are_invalid(tmp_path: Path) -> None:
     assert "9000 tokens (3 tasks in a row refused)" in str(sole(caught.value))
 
 
-async def test_an_environment_that_always_fails_ends_the_run_with_its_name(
+async def test_environment_that_always_fails_ends_the_run_with_its_name(
     tmp_path: Path,
 ) -> None:
     sources = {name: TaskSource.open(ARITHMETIC) for name in ("good", "bad")}
@@ -174,7 +174,7 @@ async def test_an_environment_that_always_fails_ends_the_run_with_its_name(
     assert "key has expired (3 tasks of bad in a row refused)" in str(sole(caught.value))
 
 
-async def test_a_group_has_the_version_that_is_live_when_it_starts(
+async def test_group_has_the_version_that_is_live_when_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If new weights go live while the group is recorded, the recorded version would make it
@@ -200,7 +200,7 @@ async def test_a_group_has_the_version_that_is_live_when_it_starts(
         assert db.execute(query).fetchall() == [(0,), (1,)]
 
 
-async def test_a_resumed_run_does_not_draw_filtered_tasks_again(
+async def test_resumed_run_does_not_draw_filtered_tasks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = {
@@ -253,7 +253,7 @@ async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> No
     assert any(re.fullmatch(r"held out [\d.]+ -> [\d.]+ in 3 steps", line) for line in report.lines)
 
 
-async def test_a_filtered_stage_trains_on_tasks_that_some_rollouts_fail(tmp_path: Path) -> None:
+async def test_filtered_stage_trains_on_tasks_that_some_rollouts_fail(tmp_path: Path) -> None:
     class HalfSolved(FakeRollouts):
         """Solves every other task while tasks are filtered."""
 
@@ -295,7 +295,7 @@ def sum_tasks(folder: Path, cursor: dict[str, Any] | None = None) -> TaskSource:
     return TaskSource.open(TasksSettings(kind="jsonl", paths=[file]), cursor)
 
 
-async def test_a_curriculum_retires_solved_tasks_and_a_resumed_run_draws_the_same(
+async def test_curriculum_retires_solved_tasks_and_a_resumed_run_draws_the_same(
     tmp_path: Path,
 ) -> None:
     settings: dict[str, Any] = {"curriculum": True, "steps": 24, "evaluate_every": 0}
@@ -361,7 +361,7 @@ async def test_events_say_which_groups_are_trained_on(tmp_path: Path) -> None:
         assert event.mean_reward is not None
 
 
-async def test_a_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> None:
+async def test_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> None:
     stages = {"hard": StageSettings(steps=9, filter_tasks=2), "then": StageSettings(steps=1)}
     report = RecordedReport()
     _, run_group, run = await run_loop(
@@ -452,7 +452,7 @@ async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> Non
     assert "10 groups in a row" in line
 
 
-async def test_a_finished_stage_is_not_continued_when_its_steps_are_raised(tmp_path: Path) -> None:
+async def test_finished_stage_is_not_continued_when_its_steps_are_raised(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = KilledRollouts(tasks)
     run_group.killed_at = "10-"  # in the last step

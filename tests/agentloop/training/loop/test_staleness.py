@@ -100,7 +100,7 @@ def test_without_staleness_rollouts_and_training_alternate(size: int, data: st.D
         slots.now_live(version + 1)
 
 
-def test_a_batch_waits_for_a_group_that_would_become_too_stale() -> None:
+def test_batch_waits_for_a_group_that_would_become_too_stale() -> None:
     slots = Slots(1, 2)
     for number in range(4):
         slots.admit(number)
@@ -118,7 +118,7 @@ def test_a_batch_waits_for_a_group_that_would_become_too_stale() -> None:
     assert slots.take() == [0, 3]
 
 
-def test_a_batch_without_signal_produces_no_version() -> None:
+def test_batch_without_signal_produces_no_version() -> None:
     slots = Slots(0, 1)
     slots.admit(0)
     slots.finish(0)
@@ -130,7 +130,7 @@ def test_a_batch_without_signal_produces_no_version() -> None:
         slots.learned_nothing()
 
 
-def test_a_group_keeps_its_version_over_a_restart() -> None:
+def test_group_keeps_its_version_over_a_restart() -> None:
     slots = Slots(1, 1, version=5)
     slots.admit(7, version=4, finished=True)
     assert slots.staleness(7) == 1

@@ -125,7 +125,7 @@ async def opened(folder: Path) -> AsyncIterator[Run]:
         yield Run(queue, RunFolder(folder / "run", ""), Recorder())
 
 
-async def test_a_step_trains_on_rollouts_with_an_advantage(tmp_path: Path) -> None:
+async def test_step_trains_on_rollouts_with_an_advantage(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         steps = run.steps()
         learned = await steps.learn(await run.lease(1, [0.5, None, -0.5, 0.0]))
@@ -137,7 +137,7 @@ async def test_a_step_trains_on_rollouts_with_an_advantage(tmp_path: Path) -> No
         assert lease.result == learned.row()
 
 
-async def test_a_rollout_of_several_conversations_counts_once(tmp_path: Path) -> None:
+async def test_rollout_of_several_conversations_counts_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         lease = await run.lease(1, [0.5, 0.5, -0.5, None], of_each=2)
         assert (await run.steps().learn(lease)).num_learned == 2
@@ -147,7 +147,7 @@ async def test_a_rollout_of_several_conversations_counts_once(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("advantages", "notes"), [([0.0, None], {}), ([0.5, -0.5], {"learns": False})]
 )
-async def test_a_step_without_a_signal_leaves_the_learner_alone(
+async def test_step_without_a_signal_leaves_the_learner_alone(
     tmp_path: Path, advantages: list[float | None], notes: dict[str, Any]
 ) -> None:
     async with opened(tmp_path) as run:
@@ -158,7 +158,7 @@ async def test_a_step_without_a_signal_leaves_the_learner_alone(
         assert run.learner.ops == []
 
 
-async def test_the_optimizer_is_reset_before_the_step(tmp_path: Path) -> None:
+async def test_optimizer_is_reset_before_the_step(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         await run.steps().learn(await run.lease(1, [0.5, -0.5], resets=True))
         assert run.learner.ops == ["reset_optimizer", "step"]
@@ -176,7 +176,7 @@ async def test_groups_are_acknowledged_when_their_checkpoint_is_complete(tmp_pat
         assert await run.queue.counts() == {"trained": 2}
 
 
-async def test_a_lost_learner_repeats_the_steps_since_its_checkpoint(tmp_path: Path) -> None:
+async def test_lost_learner_repeats_the_steps_since_its_checkpoint(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         steps = run.steps()
         await steps.learn(await run.lease(1, [0.5, -0.5]))
@@ -192,7 +192,7 @@ async def test_a_lost_learner_repeats_the_steps_since_its_checkpoint(tmp_path: P
         assert [line for line in run.said if "loss" in line] == []
 
 
-async def test_a_learner_that_moves_repeats_nothing(tmp_path: Path) -> None:
+async def test_learner_that_moves_repeats_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         steps = run.steps()
         await steps.move()  # before the first step
@@ -207,7 +207,7 @@ async def test_a_learner_that_moves_repeats_nothing(tmp_path: Path) -> None:
         assert run.learner.num_updates == 2
 
 
-async def test_a_repeated_step_with_another_loss_is_reported(tmp_path: Path) -> None:
+async def test_repeated_step_with_another_loss_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         await run.steps().learn(await run.lease(1, [0.5, -0.5]))
         run.learner.num_updates, run.learner.offset = 0, 0.25  # another process, other weights

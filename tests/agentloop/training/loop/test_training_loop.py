@@ -73,7 +73,7 @@ async def test_reported_waits_name_what_is_waited_for(tmp_path: Path) -> None:
         await eventually(
             lambda: ("the next task", "the run to be resumed (paused)") in watch.reported
         )
-        assert not any("slot" in what for _, what in watch.reported)
+        assert not any("slot" in kind for _, kind in watch.reported)
         loop.pause(False)
 
     await run_loop(
@@ -81,7 +81,7 @@ async def test_reported_waits_name_what_is_waited_for(tmp_path: Path) -> None:
         meanwhile=people,
     )  # fmt: skip
     assert ("the learner", "held-out tasks") in at_evaluation
-    assert not any("slot" in what for _, what in at_evaluation)
+    assert not any("slot" in kind for _, kind in at_evaluation)
 
 
 async def test_without_learning_only_rollouts_are_written(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ class ThreadHoldingRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_a_run_proceeds_while_environments_hold_all_threads(tmp_path: Path) -> None:
+async def test_run_proceeds_while_environments_hold_all_threads(tmp_path: Path) -> None:
     run_group = ThreadHoldingRollouts(TaskSource.open(ARITHMETIC))
     with anyio.fail_after(patient(20)):
         _, _, run = await run_loop(
@@ -112,7 +112,7 @@ async def test_a_run_proceeds_while_environments_hold_all_threads(tmp_path: Path
 
 
 @pytest.mark.parametrize(("right", "has_learned"), [(0.5, True), (1.0, False)])
-async def test_a_run_that_has_learned_nothing_says_why(
+async def test_run_that_has_learned_nothing_says_why(
     tmp_path: Path, right: float, has_learned: bool
 ) -> None:
     report = RecordedReport()
@@ -130,7 +130,7 @@ async def wait_until_settled() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_a_paused_run_starts_no_groups_until_it_is_resumed(
+async def test_paused_run_starts_no_groups_until_it_is_resumed(
     tmp_path: Path, max_staleness: int
 ) -> None:
     tasks = TaskSource.open(ARITHMETIC)
@@ -171,7 +171,7 @@ def open_rollouts(tasks: TaskSource) -> GatedRollouts:
     return run_group
 
 
-async def test_a_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: Path) -> None:
+async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = open_rollouts(tasks)
     was_called, has_capacity = anyio.Event(), anyio.Event()
@@ -202,7 +202,7 @@ async def test_a_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path:
     assert len(learner.batches) == 1
 
 
-async def test_a_pause_does_not_count_as_a_stall(
+async def test_pause_does_not_count_as_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog ends runs that are stalled for hours."""
@@ -228,7 +228,7 @@ async def tasks_from_cursor(folder: Path) -> TaskSource:
 
 @pytest.mark.parametrize("num_filtered", [0, 2])
 @pytest.mark.parametrize("drained", [False, True])
-async def test_a_paused_run_filters_no_further_tasks(
+async def test_paused_run_filters_no_further_tasks(
     tmp_path: Path, num_filtered: int, drained: bool
 ) -> None:
     stages = {"hard": StageSettings(steps=1, filter_tasks=4)}
@@ -278,7 +278,7 @@ async def test_a_paused_run_filters_no_further_tasks(
 @pytest.mark.parametrize("num_begun", [0, 1, 4, 5, 9, 12])
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("paused", [False, True])
-async def test_a_drained_run_resumes_and_trains_on_each_group_once(
+async def test_drained_run_resumes_and_trains_on_each_group_once(
     tmp_path: Path, max_staleness: int, num_begun: int, paused: bool
 ) -> None:
     tasks = TaskSource.open(ARITHMETIC)
@@ -331,7 +331,7 @@ async def test_a_drained_run_resumes_and_trains_on_each_group_once(
     assert query_journal(run, query) == [(step, 3) for step in range(1, 6)]
 
 
-async def test_a_run_drained_in_its_first_stage_does_not_begin_the_second(tmp_path: Path) -> None:
+async def test_run_drained_in_its_first_stage_does_not_begin_the_second(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = open_rollouts(tasks)
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
@@ -382,18 +382,18 @@ async def test_save_starts_a_checkpoint_of_the_last_step(tmp_path: Path) -> None
 
 
 async def test_save_waits_for_the_current_step(tmp_path: Path) -> None:
-    begun, may_go_on = anyio.Event(), anyio.Event()
+    started, may_go_on = anyio.Event(), anyio.Event()
     saved: list[int] = []
 
     class Slow(RecordingLearner):
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and not self.batches:
-                begun.set()
+                started.set()
                 await may_go_on.wait()
             return await super().handle(op, **arguments)
 
     async def meanwhile(loop: TrainingLoop) -> None:
-        await begun.wait()
+        await started.wait()
         async with anyio.create_task_group() as tasks:
 
             async def save() -> None:
@@ -413,7 +413,7 @@ async def test_save_waits_for_the_current_step(tmp_path: Path) -> None:
     assert saves[0] == {"step": 1, "version": 1}
 
 
-async def test_a_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
+async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
     tmp_path: Path,
 ) -> None:
     """This holds even if the learner is lost at that moment and has to repeat steps."""

@@ -120,7 +120,7 @@ async def train(
 
 
 async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
-    if leased := [one for one in await queue.rewind(step - 1) if one.step == step]:
+    if leased := [single for single in await queue.rewind(step - 1) if single.step == step]:
         return leased[0]
     group = await queue.admit(Task("t", "?", "1"), version=0, cursor={})
     versions = [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)]
@@ -175,23 +175,23 @@ async def test_all_steps_of_a_killed_run_are_the_same(tmp_path: Path) -> None:
     before = (tmp_path / "queue.sqlite").read_bytes()
     repeated = Repeated()
     assert await repeated.all_of(tmp_path)
-    assert [one.step for one in repeated.steps] == [0, 1, 2, 3, 4, 5]
-    assert all(one.has_same_loss for one in repeated.steps)
-    assert all(one.has_same_weights for one in repeated.steps if one.step not in (4,))
+    assert [single.step for single in repeated.steps] == [0, 1, 2, 3, 4, 5]
+    assert all(single.has_same_loss for single in repeated.steps)
+    assert all(single.has_same_weights for single in repeated.steps if single.step not in (4,))
     assert repeated.learners == [record(0)]
     assert (tmp_path / "queue.sqlite").read_bytes() == before
     assert not list((tmp_path / "replay" / "weights").iterdir())
     assert (tmp_path / "trajectories" / "group-0000001.jsonl").exists()
 
 
-async def test_the_first_step_that_differs_ends_it(tmp_path: Path) -> None:
+async def test_first_step_that_differs_ends_it(tmp_path: Path) -> None:
     await train(tmp_path, 1, 3)
     file = tmp_path / "trajectories" / "group-0000002.jsonl"
     file.write_text(file.read_text().replace('"advantages":0.5', '"advantages":0.25'))
     repeated = Repeated()
     assert not await repeated.all_of(tmp_path)
     *same, last = repeated.steps
-    assert [one.differs for one in same] == [False, False]
+    assert [single.differs for single in same] == [False, False]
     assert (last.step, last.has_same_loss, last.has_same_weights) == (2, False, False)
 
 
@@ -201,21 +201,21 @@ async def test_other_settings_are_used_from_where_the_run_used_them(tmp_path: Pa
     repeated = Repeated()
     assert await repeated.all_of(tmp_path)
     assert repeated.learners == [record(0), record(2, seed=1)]
-    assert [one.step for one in repeated.steps] == [0, 1, 2, 3, 4]
-    assert all(one.has_same_weights is not False for one in repeated.steps)
+    assert [single.step for single in repeated.steps] == [0, 1, 2, 3, 4]
+    assert all(single.has_same_weights is not False for single in repeated.steps)
 
 
-async def test_a_single_step_is_repeated_from_the_checkpoint_before_it(tmp_path: Path) -> None:
+async def test_single_step_is_repeated_from_the_checkpoint_before_it(tmp_path: Path) -> None:
     await train(tmp_path, 1, 5)
     repeated = Repeated()
     assert await repeated.all_of(tmp_path, 4, 4)
-    assert [one.step for one in repeated.steps] == [2, 3, 4]
-    assert all(one.has_same_weights for one in repeated.steps)
-    found = repeated.tokens[4]
+    assert [single.step for single in repeated.steps] == [2, 3, 4]
+    assert all(single.has_same_weights for single in repeated.steps)
+    result = repeated.tokens[4]
     assert list(repeated.tokens) == [4]
-    assert (found.num, found.mean, found.p99, found.max) == (4, 0.25, 0.25, 0.25)
-    assert found.versions == {"0": 2, "3": 2}
-    assert found.worst[0].before == (4,)
+    assert (result.num, result.mean, result.p99, result.max) == (4, 0.25, 0.25, 0.25)
+    assert result.versions == {"0": 2, "3": 2}
+    assert result.worst[0].before == (4,)
 
 
 async def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ async def test_weights_are_not_compared_where_the_run_has_no_digests(tmp_path: P
             await queue.note(key, None)
     repeated = Repeated()
     assert await repeated.all_of(tmp_path)
-    assert {one.has_same_weights for one in repeated.steps} == {None}
+    assert {single.has_same_weights for single in repeated.steps} == {None}
 
 
 async def test_undone_steps_leave_no_digest(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ async def test_undone_steps_leave_no_digest(tmp_path: Path) -> None:
     assert noted == {1: "digest", 2: None, 10: None}
 
 
-async def test_a_learner_is_recorded_where_it_changes(tmp_path: Path) -> None:
+async def test_learner_is_recorded_where_it_changes(tmp_path: Path) -> None:
     async with GroupQueue.open(tmp_path / "queue.sqlite") as queue:
         for after, seed in ((0, 0), (4, 0), (6, 1), (8, 1), (6, 2), (2, 2)):
             await record_learner(queue, record(after, seed))
@@ -266,22 +266,22 @@ async def test_a_learner_is_recorded_where_it_changes(tmp_path: Path) -> None:
     st.integers(0, 10),
 )
 def test_segments_cover_all_steps_with_the_learner_of_each(
-    begun: list[int], first: int, num: int
+    started: list[int], first: int, num: int
 ) -> None:
-    begun = sorted({0, *begun})
+    started = sorted({0, *started})
     last = first + num
-    found = step_ranges([record(after) for after in begun], first, last)
-    steps = [step for one in found for step in range(one.first, one.last + 1)]
+    result = step_ranges([record(after) for after in started], first, last)
+    steps = [step for single in result for step in range(single.first, single.last + 1)]
     assert steps == list(range(first, last + 1))
-    for one in found:
-        for step in range(one.first, one.last + 1):
-            assert one.learner.after == max(after for after in begun if after < step)
+    for single in result:
+        for step in range(single.first, single.last + 1):
+            assert single.learner.after == max(after for after in started if after < step)
 
 
-def test_a_recorded_learner_has_the_model_of_today() -> None:
-    now = LearnerSettings(model=Path("/here"), seed=7)
-    made = record(0, seed=3).learner(now)
+def test_recorded_learner_has_the_model_of_today() -> None:
+    current = LearnerSettings(model=Path("/here"), seed=7)
+    made = record(0, seed=3).learner(current)
     assert (made.model, made.seed) == (Path("/here"), 3)
-    other = record(0).model_copy(update={"settings": {"unheard_of": 1}})
+    second = record(0).model_copy(update={"settings": {"unheard_of": 1}})
     with pytest.raises(RunFolderError, match="unheard_of"):
-        other.learner(now)
+        second.learner(current)

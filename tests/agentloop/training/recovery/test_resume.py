@@ -43,7 +43,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
 
 
-async def test_a_checkpoint_missed_because_of_a_kill_is_written_later(tmp_path: Path) -> None:
+async def test_checkpoint_missed_because_of_a_kill_is_written_later(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = KilledRollouts(tasks)
     run_group.killed_at = "2-held-out"  # before it
@@ -109,7 +109,7 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
 
 @pytest.mark.parametrize("op", ["step", "publish", "save", "saved"])
 @pytest.mark.parametrize("checkpoint_every", [0, 2])
-async def test_a_lost_learner_is_restarted_and_the_training_is_the_same(
+async def test_lost_learner_is_restarted_and_the_training_is_the_same(
     tmp_path: Path, op: str, checkpoint_every: int
 ) -> None:
     settings: dict[str, Any] = {
@@ -139,7 +139,7 @@ async def test_a_lost_learner_is_restarted_and_the_training_is_the_same(
     assert (run.checkpoint or Path()).name == "step-00005"
 
 
-async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
+async def test_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
     lost = LostLearner("step", 1, for_good=True)
     with pytest.raises(ExceptionGroup) as caught:
         await run_loop(tmp_path, learner=lost, max_restarts=2, steps=1, evaluate_every=0)
@@ -234,7 +234,7 @@ async def test_groups_that_finish_while_steps_are_repeated_belong_to_the_next_st
     assert [(row["step"], row["version"]) for row in metrics] == [(n, n - 1) for n in range(1, 5)]
 
 
-async def test_a_resumed_run_without_learning_still_does_not_learn(tmp_path: Path) -> None:
+async def test_resumed_run_without_learning_still_does_not_learn(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"learn": False, "evaluate_every": 0}
     await run_loop(tmp_path, steps=2, **settings)
     gc.collect()

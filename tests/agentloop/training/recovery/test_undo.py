@@ -89,7 +89,7 @@ async def run_of_three_steps(path: Path) -> None:
     gc.collect()
 
 
-def seen(path: Path) -> dict[str, Any]:
+def observed(path: Path) -> dict[str, Any]:
     """Return everything in the folder except times."""
     state: dict[str, Any] = {}
     for file in sorted(path.rglob("*")):
@@ -127,32 +127,32 @@ async def test_files_of_later_steps_are_put_aside(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-async def test_a_kill_at_any_moment_leaves_all_of_it_or_nothing(
+async def test_kill_at_any_moment_leaves_all_of_it_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run_of_three_steps(tmp_path / "before")
-    before = seen(tmp_path / "before")
+    before = observed(tmp_path / "before")
     shutil.copytree(tmp_path / "before", tmp_path / "whole")
     async with opened(tmp_path / "whole") as (folder, queue):
         await undo(folder, queue, 1)
-    whole = seen(tmp_path / "whole")
-    left = 0
+    complete = observed(tmp_path / "whole")
+    remaining = 0
 
     def dying(work: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*arguments: Any, **named: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
+        def requests(*arguments: Any, **named: Any) -> Any:
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
                 raise KilledError
             return work(*arguments, **named)
 
-        return asked
+        return requests
 
     for number in range(100):
         path = tmp_path / str(number)
         shutil.copytree(tmp_path / "before", path)
         async with opened(path) as (folder, queue):
-            left = number
+            remaining = number
             with monkeypatch.context() as patched:
                 for name in ASKED:
                     patched.setattr(os, name, dying(getattr(os, name)))
@@ -167,26 +167,26 @@ async def test_a_kill_at_any_moment_leaves_all_of_it_or_nothing(
             del folder
         await let_go()
         if not number:
-            assert seen(path) == before
+            assert observed(path) == before
         else:
             async with opened(path) as (folder, queue):
                 await finish_undo(folder, queue)
             del folder
             await let_go()
-            assert seen(path) == whole
+            assert observed(path) == complete
         if not was_killed:
             break
     assert number > 10
 
 
-async def test_a_step_without_a_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+async def test_step_without_a_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     await run_of_three_steps(tmp_path / "run")
-    before = seen(tmp_path / "run")
+    before = observed(tmp_path / "run")
     async with opened(tmp_path / "run") as (folder, queue):
         with pytest.raises(RunFolderError, match=r"no checkpoint of step 7; available: 1, "):
             await undo(folder, queue, 7)
         await finish_undo(folder, queue)  # there is nothing to be finished
-    assert seen(tmp_path / "run") == before
+    assert observed(tmp_path / "run") == before
 
 
 # --- a run that is resumed -----------------------------------------------------------------------
@@ -256,7 +256,7 @@ async def test_groups_replaced_before_an_undo_are_rolled_out_again(tmp_path: Pat
     ]
 
 
-async def test_an_undone_stage_starts_over_without_leftover_groups(
+async def test_undone_stage_starts_over_without_leftover_groups(
     tmp_path: Path,
 ) -> None:
     class Half(FakeRollouts):
@@ -305,7 +305,7 @@ async def test_an_undone_stage_starts_over_without_leftover_groups(
     assert files == [f"group-{number:07}.jsonl" for number in numbers]
 
 
-async def test_a_filtered_stage_does_not_use_groups_left_over_by_another_stage(
+async def test_filtered_stage_does_not_use_groups_left_over_by_another_stage(
     tmp_path: Path,
 ) -> None:
     """A stage of hard tasks restores only groups of hard tasks."""

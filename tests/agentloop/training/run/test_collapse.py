@@ -78,7 +78,7 @@ def series(num: int, make: Callable[[int], Row]) -> list[Row]:
 def judged(rows: Iterable[Row], settings: CollapseSettings = SETTINGS) -> Verdict | None:
     """Return the first verdict."""
     collapse = Collapse(settings)
-    return next((found for one in rows if (found := collapse.observe(one))), None)
+    return next((result for first in rows if (result := collapse.observe(first))), None)
 
 
 def noisy(value: float, spread: float, draw: random.Random) -> float:
@@ -105,7 +105,7 @@ def the_papers(seed: int = 0) -> list[Row]:
     return series(600, make)
 
 
-def test_the_papers_collapse() -> None:
+def test_papers_collapse() -> None:
     for seed in range(5):
         rows = the_papers(seed)
         verdict = judged(rows)
@@ -117,8 +117,8 @@ def test_the_papers_collapse() -> None:
         assert checkpoint_before(verdict, range(50, 551, 50)) in (450, 500)
 
 
-def test_a_fallen_reward_alone_is_a_collapse() -> None:
-    rows = [{"step": one["step"], "reward": one["reward"]} for one in the_papers()]
+def test_fallen_reward_alone_is_a_collapse() -> None:
+    rows = [{"step": first["step"], "reward": first["reward"]} for first in the_papers()]
     verdict = judged(rows)
     assert verdict is not None
     assert verdict.rule is Rule.REWARD
@@ -152,12 +152,12 @@ def test_each_rule_finds_its_own(rule: Rule, bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "alone", [{"entropy": 2.0}, {"gradient": 3.0}, {"truncated": 0.5}, {"skipped": 1}]
 )
-def test_a_learning_run_may_change_these_metrics(alone: dict[str, Any]) -> None:
+def test_learning_run_may_change_these_metrics(alone: dict[str, Any]) -> None:
     """These metrics count only together with a declining reward."""
     assert not judged(series(200, lambda step: row(step, 0.6, **(alone if step > 100 else {}))))
 
 
-def test_a_policy_that_loses_its_entropy() -> None:
+def test_policy_that_loses_its_entropy() -> None:
     """The entropy falls to nothing over 200 steps while the reward is constant."""
     draw = random.Random(0)
     rows = series(
@@ -182,7 +182,7 @@ def test_runs_that_were_measured() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_an_ordinary_noisy_run(seed: int) -> None:
+def test_ordinary_noisy_run(seed: int) -> None:
     """The reward rises to 0.7 in 500 steps, with longer answers and less entropy; each is a
     mean of 128 rollouts."""
     draw = random.Random(seed)
@@ -202,11 +202,11 @@ def test_an_ordinary_noisy_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, None])
-def test_a_reward_that_never_moves(reward: float | None) -> None:
+def test_reward_that_never_moves(reward: float | None) -> None:
     assert not judged(series(300, lambda step: row(step, reward, entropy=None)))
 
 
-def test_a_run_that_starts_without_reward_for_long_is_not_a_collapse() -> None:
+def test_run_that_starts_without_reward_for_long_is_not_a_collapse() -> None:
     """Rewards are rare, so half of their mean is insignificant."""
     draw = random.Random(0)
     rows = series(300, lambda step: row(step, max(0.0, draw.gauss(0.01, 0.02))))
@@ -224,7 +224,7 @@ def test_while_the_reward_rises_nothing_is_a_collapse() -> None:
     assert verdict.since > 100
 
 
-def test_a_step_without_the_metric_neither_counts_nor_clears() -> None:
+def test_step_without_the_metric_neither_counts_nor_clears() -> None:
     """A step that trains on nothing lacks the metric, so detection takes twice as long."""
 
     def make(step: int) -> Row:
@@ -260,7 +260,7 @@ TIGHT = CollapseSettings(window=5, patience=1)  # whatever is bad is found at on
 
 
 def numbered(rows: Sequence[Row]) -> list[Row]:
-    return [{**one, "step": step} for step, one in enumerate(rows, 1)]
+    return [{**first, "step": step} for step, first in enumerate(rows, 1)]
 
 
 @given(st.lists(HARMLESS, max_size=60))
@@ -271,7 +271,7 @@ def test_noise_within_the_bounds_is_never_a_collapse(rows: list[Row]) -> None:
 @given(st.lists(ANYTHING, max_size=15))
 def test_outliers_move_nothing(outliers: list[Row]) -> None:
     """One in three values is arbitrary: fewer than half of any window."""
-    rows = [one for outlier in outliers for one in (row(0, 0.65), row(0, 0.65), outlier)]
+    rows = [first for outlier in outliers for first in (row(0, 0.65), row(0, 0.65), outlier)]
     assert not judged(numbered(rows), TIGHT)
 
 
@@ -281,7 +281,7 @@ def test_outliers_move_nothing(outliers: list[Row]) -> None:
     st.floats(0, 0.4),
     st.randoms(use_true_random=False),
 )
-def test_a_sharp_fall_is_found_at_once_and_dated(
+def test_sharp_fall_is_found_at_once_and_dated(
     num_good: int, best: float, share: float, draw: random.Random
 ) -> None:
     good = [best * draw.uniform(0.9, 1) for _ in range(num_good)]
@@ -294,22 +294,24 @@ def test_a_sharp_fall_is_found_at_once_and_dated(
     assert num_good - SETTINGS.window <= verdict.last_good <= num_good
 
 
-def test_a_stage_begins_with_a_clean_sheet() -> None:
+def test_stage_begins_with_a_clean_sheet() -> None:
     """Tasks that every rollout solves are dropped for the stage, so a lower reward is expected."""
     before = series(100, lambda step: row(step, 0.8))
     after = [row(step, 0.3) for step in range(101, 200)]
     assert judged([*before, *after])
     assert not judged([*before, {"step": 100, "filter/num_left": 5}, *after])
-    assert not judged([*before, *({**one, "stage": "2"} for one in after)])
+    assert not judged([*before, *({**first, "stage": "2"} for first in after)])
 
 
-def test_a_resumed_run_reaches_the_same_verdict() -> None:
+def test_resumed_run_reaches_the_same_verdict() -> None:
     rows = the_papers()
     verdict = judged(rows)
     assert verdict is not None
     for cut in (5, 300, verdict.step - 1):
         collapse = Collapse.replay(SETTINGS, rows[:cut], step=cut)
-        assert next(found for one in rows[cut:] if (found := collapse.observe(one))) == verdict
+        assert (
+            next(result for first in rows[cut:] if (result := collapse.observe(first))) == verdict
+        )
 
 
 def test_undone_steps_are_ignored() -> None:
@@ -318,22 +320,22 @@ def test_undone_steps_are_ignored() -> None:
     rows = the_papers()
     again = [row(step, 0.7) for step in range(501, 530)]
     collapse = Collapse.replay(SETTINGS, rows, step=500)
-    assert not [one for one in again if collapse.observe(one)]
+    assert not [first for first in again if collapse.observe(first)]
     collapse = Collapse.replay(SETTINGS, [*rows, *again], step=529)
     assert not collapse.observe(row(530, 0.7))
 
 
 def test_rows_of_other_things_are_passed_over() -> None:
     rows = series(100, lambda step: row(step, 0.6))
-    others = [{"step": one["step"], "held_out/reward": 0.0} for one in rows]
-    assert not judged(one for pair in zip(rows, others, strict=True) for one in pair)
+    remaining = [{"step": first["step"], "held_out/reward": 0.0} for first in rows]
+    assert not judged(first for pair in zip(rows, remaining, strict=True) for first in pair)
 
 
-def test_the_detector_can_be_switched_off() -> None:
+def test_detector_can_be_switched_off() -> None:
     assert not judged(the_papers(), CollapseSettings(patience=0))
 
 
-def test_the_report() -> None:
+def test_report() -> None:
     rows = the_papers()
     verdict = Verdict(Rule.GRADIENT, "the norm rose", step=530, since=521, last_good=512)
     text = report(verdict, [*rows, {"step": 530, "held_out/reward": 0.1}], [400, 450, 500, 520])
@@ -347,7 +349,7 @@ def test_the_report() -> None:
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_a_report_where_little_is_known(rule: Rule) -> None:
+def test_report_where_little_is_known(rule: Rule) -> None:
     rows: list[Row] = [{"step": 1, "reward": None}]
     text = report(Verdict(rule, "why", 1, 1, None), rows, [])
     assert "No step was good." in text
@@ -355,7 +357,7 @@ def test_a_report_where_little_is_known(rule: Rule) -> None:
     assert "| 1 | - | - |" in text
 
 
-def test_the_checkpoint_is_older_than_the_last_good_step() -> None:
+def test_checkpoint_is_older_than_the_last_good_step() -> None:
     """The rollouts of step 50 are sampled with the weights of step 49."""
     verdict = Verdict(Rule.REWARD, "why", 70, 60, 50)
     assert checkpoint_before(verdict, [30, 40, 50, 60]) == 40

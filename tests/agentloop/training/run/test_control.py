@@ -21,26 +21,26 @@ class Watch(Unwatched):
         self.told: list[str] = []
 
     @contextmanager
-    def waiting(self, who: str, what: str) -> Iterator[None]:
-        self.told.append(f"{who} waits for {what}")
+    def waiting(self, name: str, what: str) -> Iterator[None]:
+        self.told.append(f"{name} waits for {what}")
         yield
-        self.told.append(f"{who} no longer waits for {what}")
+        self.told.append(f"{name} no longer waits for {what}")
 
 
-async def test_a_condition_that_holds_is_not_reported() -> None:
+async def test_condition_that_holds_is_not_reported() -> None:
     watch = Watch()
     await RunControl(watch).wait_until(lambda: True, "somebody", lambda: "nothing")
     assert watch.told == []
 
 
-async def test_a_changed_reason_for_waiting_is_reported() -> None:
-    watch, now = Watch(), ["a slot"]
+async def test_changed_reason_for_waiting_is_reported() -> None:
+    watch, current = Watch(), ["a slot"]
     control = RunControl(watch)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(control.wait_until, lambda: not now, "a task", lambda: now[0])
+        tasks.start_soon(control.wait_until, lambda: not current, "a task", lambda: current[0])
         await anyio.wait_all_tasks_blocked()
         for change in (["a slot"], ["memory"], []):
-            now[:] = change
+            current[:] = change
             control.notify()
             await anyio.wait_all_tasks_blocked()
     assert watch.told == [
@@ -52,7 +52,7 @@ async def test_a_changed_reason_for_waiting_is_reported() -> None:
 
 
 @pytest.mark.parametrize("drained", [False, True])
-async def test_a_pause_ends_when_it_is_resumed_or_drained(drained: bool) -> None:
+async def test_pause_ends_when_it_is_resumed_or_drained(drained: bool) -> None:
     control = RunControl()
     control.pause(True)
     errors: list[Exception] = []

@@ -25,9 +25,9 @@ from tests import emitted
 def test_anything_that_a_model_emits_can_be_stored(tmp_path: Path) -> None:
     """A rollout with integers of any size must not end the run."""
     call = ToolCall("c", "python", {"n": 10**40}, "", 0, 1)
-    one = Trajectory("t", [1], [Turn(calls=[call])])
+    single = Trajectory("t", [1], [Turn(calls=[call])])
     folder = RunFolder(tmp_path / "a run", "")
-    rows: list[dict[str, Any]] = [{"task": "a", "trajectory": one.to_dict()}, {"task": "b"}]
+    rows: list[dict[str, Any]] = [{"task": "a", "trajectory": single.to_dict()}, {"task": "b"}]
     path, num_bytes = folder.add_group(1, rows)
     assert path == "trajectories/group-0000001.jsonl"
     assert num_bytes == (folder.path / path).stat().st_size
@@ -45,16 +45,16 @@ def test_stored_rollouts_are_read_back_unchanged(raw: str, more: Any) -> None:
     rows = [{"trajectory": emitted.rollout(raw), "answer": more}, {"task": "b"}]
     with TemporaryDirectory() as path:
         folder = RunFolder(Path(path) / "run", "")
-        found = folder.read_group(folder.add_group(1, rows)[0])
+        result = folder.read_group(folder.add_group(1, rows)[0])
         folder.append("rows.jsonl", rows[0])
-        assert repr(folder.rows("rows.jsonl")) == repr(found[:1])
-    assert repr(found) == repr(emitted.as_json(rows))
+        assert repr(folder.rows("rows.jsonl")) == repr(result[:1])
+    assert repr(result) == repr(emitted.as_json(rows))
     (call,) = rows[0]["trajectory"]["turns"][0]["calls"]
-    (read,) = found[0]["trajectory"]["turns"][0]["calls"]
+    (read,) = result[0]["trajectory"]["turns"][0]["calls"]
     assert call["error"] or repr(read["arguments"]) == repr(call["arguments"])
 
 
-def test_a_power_cut_does_not_take_a_groups_file_back(
+def test_power_cut_does_not_take_a_groups_file_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file's name is stored in its folder, which has to be flushed, too."""
@@ -75,7 +75,7 @@ def test_a_power_cut_does_not_take_a_groups_file_back(
 
 
 @pytest.mark.anyio
-async def test_a_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
+async def test_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     for step in (1, 2):
         folder.add_metrics({"step": step})
@@ -87,7 +87,7 @@ async def test_a_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_says_how_it_was_started_without_secrets(
+async def test_run_says_how_it_was_started_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "/venv/lib/agentloop/__main__.py"
@@ -107,7 +107,7 @@ async def test_a_run_says_how_it_was_started_without_secrets(
     assert ended["ended_unix_s"] >= started["unix_s"]
 
 
-def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
+def test_line_that_is_damaged_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl: line 2 is damaged"):
@@ -117,7 +117,7 @@ def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
         folder.read_group("trajectories/group-0000001.jsonl")
 
 
-def test_a_kill_leaves_the_settings_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_leaves_the_settings_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunFolder(tmp_path / "run", "seed = 1\n")
 
     def killed(self: Path, data: str, *_: object) -> int:
@@ -130,11 +130,11 @@ def test_a_kill_leaves_the_settings_whole(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "run" / "config.toml").read_text() == "seed = 1\n"
 
 
-def test_a_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+def test_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     assert folder.checkpoint is None
-    found = {"9": '{"state": {"step": 9}}', "10": '{"state": {"step": 10}}', "11": "{", "12": "{}"}
-    for number, state in found.items():
+    result = {"9": '{"state": {"step": 9}}', "10": '{"state": {"step": 10}}', "11": "{", "12": "{}"}
+    for number, state in result.items():
         name = f"step-{number}"
         (folder.path / "checkpoints" / name).mkdir()
         (folder.path / "checkpoints" / name / "state.json").write_text(state)
@@ -142,7 +142,7 @@ def test_a_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> No
     assert folder.checkpoint == folder.path / "checkpoints" / "step-10"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     (folder.path / "metrics.jsonl").mkdir()
     with pytest.raises(RunFolderError, match=r"run\.folder: .*metrics\.jsonl: Is a directory"):
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+async def test_run_is_never_written_over(tmp_path: Path) -> None:
     async with RunFolder.open(tmp_path / "run", ""):
         pass  # it ended before anything came of it
     async with RunFolder.open(tmp_path / "run", "") as folder:
@@ -161,7 +161,7 @@ async def test_a_run_is_never_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
+async def test_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
     def model(path: Path) -> Path:
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
@@ -182,7 +182,7 @@ async def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_an_active_run_cannot_be_opened_again(tmp_path: Path) -> None:
+async def test_active_run_cannot_be_opened_again(tmp_path: Path) -> None:
     async with RunFolder.open(tmp_path / "run", "mine") as active:
         for config in ("yours", None):
             with pytest.raises(RunFolderError, match=r"run\.name: .* is active"):
@@ -236,7 +236,7 @@ async def test_waiting_for_the_lock_has_a_limit_and_can_be_cancelled(
 
 
 @pytest.mark.anyio
-async def test_a_run_with_steps_of_fine_tuning_exists(tmp_path: Path) -> None:
+async def test_run_with_steps_of_fine_tuning_exists(tmp_path: Path) -> None:
     async with RunFolder(tmp_path / "run", "seed = 1\n").within("sft") as start:
         start.add_metrics({"step": 1})
         assert (start.path / "config.toml").read_text() == "seed = 1\n"

@@ -54,6 +54,6 @@ def test_three_steps_without_a_signal(
 ) -> None:
     rows = [step(reward, 0.125), *[step(reward, **more)] * 2]
     assert headline(rows) == Headline("0 of 8 groups have a signal", False)
-    said = headline([*rows, held_out(0.5), step(reward, **more)]) or Headline("", False)
-    assert said.is_stuck
-    assert said.text.startswith(f"0 of 8 groups have a signal: {says}")
+    stated = headline([*rows, held_out(0.5), step(reward, **more)]) or Headline("", False)
+    assert stated.is_stuck
+    assert stated.text.startswith(f"0 of 8 groups have a signal: {says}")

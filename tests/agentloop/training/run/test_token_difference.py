@@ -17,11 +17,11 @@ TOKENS = st.lists(st.tuples(st.integers(0, 99), st.booleans(), LOGPROBS, LOGPROB
 def conversation(tokens: list[tuple[int, bool, float, float]], name: str) -> ScoredConversation:
     return ScoredConversation(
         name=name,
-        ids=[one[0] for one in tokens],
-        mask=[int(one[1]) for one in tokens],
-        engine=[one[2] for one in tokens],
-        learner=[one[3] for one in tokens],
-        versions=["3" if one[1] else None for one in tokens],
+        ids=[first[0] for first in tokens],
+        mask=[int(first[1]) for first in tokens],
+        engine=[first[2] for first in tokens],
+        learner=[first[3] for first in tokens],
+        versions=["3" if first[1] else None for first in tokens],
     )
 
 
@@ -29,25 +29,25 @@ def conversation(tokens: list[tuple[int, bool, float, float]], name: str) -> Sco
 def test_differences_are_those_of_the_sampled_tokens(
     drawn: list[list[tuple[int, bool, float, float]]], num_worst: int
 ) -> None:
-    found = differences_of(
-        [conversation(one, str(index)) for index, one in enumerate(drawn)], num_worst=num_worst
+    result = differences_of(
+        [conversation(first, str(index)) for index, first in enumerate(drawn)], num_worst=num_worst
     )
-    sizes = sorted(abs(b - a) for one in drawn for _, sampled, a, b in one if sampled)
-    assert found.num == len(sizes)
-    assert [one.size for one in found.worst] == sizes[::-1][:num_worst]
+    sizes = sorted(abs(b - a) for first in drawn for _, sampled, a, b in first if sampled)
+    assert result.num == len(sizes)
+    assert [first.size for first in result.worst] == sizes[::-1][:num_worst]
     if not sizes:
         return
-    assert found.mean == pytest.approx(sum(sizes) / len(sizes))
-    assert found.max == sizes[-1]
-    assert sum(size <= found.p99 for size in sizes) >= 0.99 * len(sizes)
-    assert found.versions == {"3": len(sizes)}
-    for one in found.worst:
-        tokens = drawn[int(one.conversation)]
-        assert one.id == tokens[one.index][0]
-        assert list(one.before) == [id for id, *_ in tokens[: one.index]][-8:]
+    assert result.mean == pytest.approx(sum(sizes) / len(sizes))
+    assert result.max == sizes[-1]
+    assert sum(size <= result.p99 for size in sizes) >= 0.99 * len(sizes)
+    assert result.versions == {"3": len(sizes)}
+    for first in result.worst:
+        tokens = drawn[int(first.conversation)]
+        assert first.id == tokens[first.index][0]
+        assert list(first.before) == [id for id, *_ in tokens[: first.index]][-8:]
 
 
-def test_a_difference_that_is_not_a_number_is_the_worst() -> None:
-    found = differences_of([conversation([(1, True, -1.0, -9.0), (2, True, -1.0, math.nan)], "a")])
-    assert found.worst[0].id == 2
-    assert found.max == math.inf
+def test_difference_that_is_not_a_number_is_the_worst() -> None:
+    result = differences_of([conversation([(1, True, -1.0, -9.0), (2, True, -1.0, math.nan)], "a")])
+    assert result.worst[0].id == 2
+    assert result.max == math.inf

@@ -104,36 +104,36 @@ results = st.one_of(words, st.sampled_from([END, "<tool_call>", "x" * 3000]))
 @pytest.mark.parametrize("in_content", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(turns=st.lists(st.tuples(words, st.lists(results, min_size=1, max_size=3)), max_size=3))
-def test_a_dialogue_has_the_ids_and_the_mask_of_its_rollout(
+def test_dialogue_has_the_ids_and_the_mask_of_its_rollout(
     chat: ChatFormat, in_content: bool, turns: list[tuple[str, list[str]]]
 ) -> None:
     contents: list[str] = []
     messages: list[dict[str, Any]] = [USER]
-    said: list[str] = []
+    stated: list[str] = []
     for thought, answers in turns:
         numbers = range(len(contents), len(contents) + len(answers))
         contents += answers
         text = f"{chat.opened_thought}{thought.strip()}."
         calls = [call_text("look", {"n": n}) for n in numbers]
-        said.append("\n".join([text, *calls]).removeprefix(chat.opened_thought))
+        stated.append("\n".join([text, *calls]).removeprefix(chat.opened_thought))
         if in_content:
             messages.append({"role": "assistant", "content": "\n".join([text, *calls])})
         else:
             functions = [{"name": "look", "arguments": json.dumps({"n": n})} for n in numbers]
-            tool_calls = [{"type": "function", "function": one} for one in functions]
+            tool_calls = [{"type": "function", "function": single} for single in functions]
             messages.append({"role": "assistant", "content": text, "tool_calls": tool_calls})
         messages += [{"role": "tool", "content": answer} for answer in answers]
-    said.append("It is 1776.")
+    stated.append("It is 1776.")
     messages.append({"role": "assistant", "content": f"{chat.opened_thought}It is 1776."})
-    (found,) = made(chat, messages)
-    expected = rolled_out(chat, said, Look(contents))
-    assert found.ids == expected.ids
-    assert found.mask == expected.mask
-    assert found.mask[-1] == 1  # the end token is learned, too
-    assert sum(found.mask) == sum(len(written(chat, text + END)) for text in said)
+    (actual,) = made(chat, messages)
+    expected = rolled_out(chat, stated, Look(contents))
+    assert actual.ids == expected.ids
+    assert actual.mask == expected.mask
+    assert actual.mask[-1] == 1  # the end token is learned, too
+    assert sum(actual.mask) == sum(len(written(chat, text + END)) for text in stated)
 
 
-def test_the_teachers_dialogues_are_rollouts_of_the_runtime() -> None:
+def test_teachers_dialogues_are_rollouts_of_the_runtime() -> None:
     """The runtime itself answers calls that are malformed or of an unknown tool."""
     tasks = itertools.islice(TaskSource.open(TasksSettings(levels=[2, 5])), 200)
     for row in dialogues(tasks):
@@ -162,9 +162,9 @@ class _Replay:
 
 
 def check_rollout(row: Mapping[str, Any], tool: Any) -> None:
-    (found,) = made(SHIPPED, row["messages"], row["tools"])
-    said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-    turns = [chunks(written(SHIPPED, text.removeprefix("<reason>") + END)) for text in said]
+    (actual,) = made(SHIPPED, row["messages"], row["tools"])
+    stated = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    turns = [chunks(written(SHIPPED, text.removeprefix("<reason>") + END)) for text in stated]
     rollout = Rollout(
         engine=ScriptedEngine(*turns),
         chat=SHIPPED,
@@ -172,8 +172,8 @@ def check_rollout(row: Mapping[str, Any], tool: Any) -> None:
         tools=[tool],
     )
     expected = anyio.run(rollout.run)
-    assert SHIPPED.decode(found.ids) == SHIPPED.decode(expected.ids)
-    assert (found.ids, found.mask) == (expected.ids, expected.mask)
+    assert SHIPPED.decode(actual.ids) == SHIPPED.decode(expected.ids)
+    assert (actual.ids, actual.mask) == (expected.ids, expected.mask)
 
 
 def test_each_question_of_a_chat_is_a_rollout_of_its_own() -> None:
@@ -190,10 +190,10 @@ def test_each_question_of_a_chat_is_a_rollout_of_its_own() -> None:
     assert [t.output_ids for t in second] == [written(FAKE, "So it is." + END)]
 
 
-def test_the_last_turn_may_end_with_calls_that_nobody_answers() -> None:
-    said = call_text("look", {"n": 1})
-    (found,) = made(FAKE, [USER, {"role": "assistant", "content": said}])
-    assert found.ids[len(found.prompt_ids) :] == written(FAKE, said + END)
+def test_last_turn_may_end_with_calls_that_nobody_answers() -> None:
+    stated = call_text("look", {"n": 1})
+    (actual,) = made(FAKE, [USER, {"role": "assistant", "content": stated}])
+    assert actual.ids[len(actual.prompt_ids) :] == written(FAKE, stated + END)
 
 
 def trained_texts(trajectories: Sequence[Trajectory]) -> list[str]:
@@ -206,9 +206,9 @@ def trained_texts(trajectories: Sequence[Trajectory]) -> list[str]:
 
 def test_messages_of_weight_zero_are_context() -> None:
     first, last = ({"role": "assistant", "content": text} for text in ("BAD", "GOOD"))
-    (found,) = made(FAKE, [USER, {**first, "weight": 0}, USER, {**last, "weight": 1}])
-    assert trained_texts([found]) == [f"GOOD{END}"]
-    assert "BAD" in FAKE.decode(found.prompt_ids)
+    (actual,) = made(FAKE, [USER, {**first, "weight": 0}, USER, {**last, "weight": 1}])
+    assert trained_texts([actual]) == [f"GOOD{END}"]
+    assert "BAD" in FAKE.decode(actual.prompt_ids)
     assert made(FAKE, [USER, {**first, "weight": 0}]) == []
 
 
@@ -217,10 +217,10 @@ def test_turns_of_weight_zero_among_calls_are_context() -> None:
         wrong, right = calling("a"), calling("b")
         return [USER, {**wrong, **weight}, RESULT, right, RESULT, ANSWER]
 
-    (found,), (whole,) = made(FAKE, messages(weight=0)), made(FAKE, messages())
-    assert found.ids == whole.ids
-    assert sum(found.mask) == sum(whole.mask) - len(whole.turns[0].output_ids)
-    assert [turn.calls for turn in found] == [turn.calls for turn in whole.turns[1:]]
+    (actual,), (complete,) = made(FAKE, messages(weight=0)), made(FAKE, messages())
+    assert actual.ids == complete.ids
+    assert sum(actual.mask) == sum(complete.mask) - len(complete.turns[0].output_ids)
+    assert [turn.calls for turn in actual] == [turn.calls for turn in complete.turns[1:]]
 
 
 def test_results_are_paired_with_calls_by_their_ids() -> None:
@@ -230,7 +230,7 @@ def test_results_are_paired_with_calls_by_their_ids() -> None:
     assert [each.ids for each in swapped] == [each.ids for each in in_order]
 
 
-def test_the_older_form_of_calls_is_the_same() -> None:
+def test_older_form_of_calls_is_the_same() -> None:
     call = {"name": "look", "arguments": '{"n": 0}'}
     older = [
         USER,
@@ -364,7 +364,7 @@ def calling(*ids: str, arguments: Any = None) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
+def test_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
     path = tmp_path / "dialogues.jsonl"
     good = json.dumps({"messages": [USER, ANSWER]})
     bad = row if isinstance(row, str) else json.dumps(row)
@@ -391,8 +391,8 @@ def test_steps_keep_to_the_budget_and_epochs_to_the_data() -> None:
     lengths = [3, 4, 5, 20, 6, 2, 7]
     steps = step_plan(lengths, epochs=3, batch_tokens=10, seed=1)
     for epoch in (1, 2, 3):
-        seen = [i for at, indices in steps if at == epoch for i in indices]
-        assert sorted(seen) == list(range(7))
+        observed = [i for at, indices in steps if at == epoch for i in indices]
+        assert sorted(observed) == list(range(7))
     for _, indices in steps:
         assert sum(lengths[i] for i in indices) <= 10 or indices == [3]
     assert steps == step_plan(lengths, epochs=3, batch_tokens=10, seed=1)
@@ -400,7 +400,7 @@ def test_steps_keep_to_the_budget_and_epochs_to_the_data() -> None:
     assert len(orders) == 3
 
 
-def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine() -> None:
+def test_learning_rate_rises_linearly_and_falls_along_a_cosine() -> None:
     rates = [learning_rate(step, 8, peak=1.0, warmup=0.25) for step in range(1, 9)]
     # 2 of 8 steps rise; then (1 + cos(k pi / 7)) / 2 for k = 1 to 6.
     expected = [0.5, 1.0, 0.950484, 0.811745, 0.611260, 0.388740, 0.188255, 0.049516]
@@ -420,18 +420,18 @@ class PlayedLearner(FakeLearner):
         self._kept: dict[str, list[str]] = {}
         self._newest: str | None = None
 
-    async def handle(self, op: str, **told: Any) -> dict[str, Any]:
-        self.asked.append((op, told))
-        return self._answer(op, told, Path(told.get("folder", "")))
+    async def handle(self, op: str, **reported: Any) -> dict[str, Any]:
+        self.asked.append((op, reported))
+        return self._answer(op, reported, Path(reported.get("folder", "")))
 
-    def _answer(self, op: str, told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    def _answer(self, op: str, reported: dict[str, Any], folder: Path) -> dict[str, Any]:
         match op:
             case "step":
-                return self._step(Path(told["batch"]).read_bytes(), told["lr"])
+                return self._step(Path(reported["batch"]).read_bytes(), reported["lr"])
             case "save":
-                assert told["beside"]
+                assert reported["beside"]
                 folder.mkdir(parents=True)
-                (folder / "state.json").write_text(json.dumps({"state": told["state"]}))
+                (folder / "state.json").write_text(json.dumps({"state": reported["state"]}))
                 self._kept[str(folder)], self._newest = list(self.weights), str(folder)
                 return {}
             case "saved":
@@ -441,7 +441,7 @@ class PlayedLearner(FakeLearner):
                 return dict(json.loads((folder / "state.json").read_text()))
             case "publish":
                 folder.mkdir()
-                (folder / "published.json").write_text(json.dumps({"version": told["version"]}))
+                (folder / "published.json").write_text(json.dumps({"version": reported["version"]}))
                 return {}
         raise AssertionError(op)
 
@@ -495,70 +495,70 @@ def losses(folder: RunFolder) -> list[tuple[int, float]]:
 
 
 @pytest.mark.anyio
-async def test_a_run_trains_records_and_publishes(tmp_path: Path) -> None:
-    learner, said = PlayedLearner(), Said()
+async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
+    learner, stated = PlayedLearner(), Said()
     folder = RunFolder(tmp_path / "run", "")
     heard: list[Event] = []
-    model = await tune(folder, learner, said, emit=heard.append)
+    model = await tune(folder, learner, stated, emit=heard.append)
     assert heard == [Measured(row) for row in folder.metrics()]
     op, published = learner.asked[-1]
     assert (op, published) == ("publish", {"folder": str(model), "version": "sft-6"})
-    steps = [told for op, told in learner.asked if op == "step"]
-    assert [told["lr"] for told in steps] == [
+    steps = [reported for op, reported in learner.asked if op == "step"]
+    assert [reported["lr"] for reported in steps] == [
         learning_rate(n, 6, peak=0.1, warmup=0) for n in range(1, 7)
     ]
-    assert [told["state"]["step"] for told in steps] == [0, 1, 2, 3, 4, 5]
-    batches = [json.loads(one.rpartition(" ")[0]) for one in learner.weights]
+    assert [reported["state"]["step"] for reported in steps] == [0, 1, 2, 3, 4, 5]
+    batches = [json.loads(single.rpartition(" ")[0]) for single in learner.weights]
     assert [len(batch) for batch in batches] == [2, 2, 1] * 2
     for epoch in (batches[:3], batches[3:]):
         assert sorted(n for batch in epoch for n in batch) == [0, 1, 2, 3, 4]
-    saved = [Path(told["folder"]).name for op, told in learner.asked if op == "save"]
+    saved = [Path(reported["folder"]).name for op, reported in learner.asked if op == "save"]
     assert saved == ["step-00002", "step-00004"], "the last one is the model"
     metrics = folder.metrics()
     assert [(m["step"], m["epoch"]) for m in metrics] == [(n, 1 + n // 4) for n in range(1, 7)]
     assert list((folder.path / "batches").iterdir()) == []
-    assert said.lines[-1] == f"step 6/6, epoch 2: loss {losses(folder)[-1][1]:.4f}"
-    assert (said.last.step, said.last.num_steps, said.last.left_s) == (6, 6, 0)
+    assert stated.lines[-1] == f"step 6/6, epoch 2: loss {losses(folder)[-1][1]:.4f}"
+    assert (stated.last.step, stated.last.num_steps, stated.last.left_s) == (6, 6, 0)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
-async def test_a_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, dies: int) -> None:
+async def test_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, dies: int) -> None:
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
-    other, learner, said = PlayedLearner(), PlayedLearner(dies), Said()
-    await tune(unbroken, other)
-    await tune(broken, learner, said)
+    another, learner, stated = PlayedLearner(), PlayedLearner(dies), Said()
+    await tune(unbroken, another)
+    await tune(broken, learner, stated)
     assert learner.num_restarts == 1
-    assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
+    assert (learner.weights, losses(broken)) == (another.weights, losses(unbroken))
     assert learner.num_steps == 6 + 1 + (dies - 1) % 2, "again, what no checkpoint holds"
-    assert not [line for line in said.lines if "had a loss of" in line]
-    assert "The learner was lost; restarting it: step: rank 1 ended" in said.lines
+    assert not [line for line in stated.lines if "had a loss of" in line]
+    assert "The learner was lost; restarting it: step: rank 1 ended" in stated.lines
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
-async def test_a_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> None:
+async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> None:
     """The resumed run's learner does not die any more."""
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
-    other, learner = PlayedLearner(), PlayedLearner(dies)
-    await tune(unbroken, other)
+    another, learner = PlayedLearner(), PlayedLearner(dies)
+    await tune(unbroken, another)
     with pytest.raises(LearnerLost):
         await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, broken), learner, report=Said())
     await learner.restart()
     model = await tune(broken, learner)
-    assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
+    assert (learner.weights, losses(broken)) == (another.weights, losses(unbroken))
     assert FineTuningPlan(SETTINGS, SAMPLES, broken).model == model, "it is done"
     longer = SETTINGS.model_copy(update={"epochs": 3})
     assert FineTuningPlan(longer, SAMPLES, broken).model is None
 
 
 @pytest.mark.anyio
-async def test_a_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> None:
+async def test_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
     with pytest.raises(LearnerLost):
         await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=Said())
-    others = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
-    for changed in ({"samples": others}, {"seed": 1}, {"batch_tokens": 6}):
+    remaining = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
+    for changed in ({"samples": remaining}, {"seed": 1}, {"batch_tokens": 6}):
         with pytest.raises(RunFolderError, match="the batches up to step 2 would differ"):
             await tune(folder, learner, **changed)
     await tune(folder, learner, epochs=3, lr=0.2)
@@ -566,7 +566,7 @@ async def test_a_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_damaged_model_is_named(tmp_path: Path, text: str) -> None:
+def test_damaged_model_is_named(tmp_path: Path, text: str) -> None:
     folder = RunFolder(tmp_path / "run", "")
     (folder.path / "model").mkdir()
     (folder.path / "model" / "published.json").write_text(text)
@@ -590,6 +590,6 @@ def test_equal_lineages_mean_equal_samples_in_equal_steps(
     assert long[: len(short)] == short
     assert len(set(long)) == len(long) == len(plans[1]) + 1
     changed = [Sample([*s.ids[:-1], 99], s.mask, [], 0.0, s.group) for s in samples]
-    others = lineage(changed, plans[1])
-    assert others[0] == long[0]
-    assert not set(others[1:]) & set(long)
+    remaining = lineage(changed, plans[1])
+    assert remaining[0] == long[0]
+    assert not set(remaining[1:]) & set(long)

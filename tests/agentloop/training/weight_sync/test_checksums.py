@@ -52,7 +52,7 @@ def numbered(*shape: int) -> Any:
         (100_003, 0xEB7FC0C373226626),
     ],
 )
-def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(size: int, expected: int) -> None:
+def test_hash_of_a_gpu_is_that_of_sglangs_kernel(size: int, expected: int) -> None:
     """The values are from the kernel under Triton's interpreter; tests/integration runs it."""
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     layout = Layout("cuda", "bfloat16", 1, 2)
@@ -64,9 +64,9 @@ def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(size: int, expected: int) -
 
 def test_tensors_that_a_server_fuses_are_found_by_name() -> None:
     layer = "model.layers.0"
-    names = [f"{layer}.self_attn.{one}_proj.weight" for one in ("q", "k", "v", "o")]
-    names += [f"{layer}.self_attn.{one}_proj.bias" for one in ("q", "k", "v")]
-    names += [f"{layer}.mlp.{one}_proj.weight" for one in ("gate", "up", "down")]
+    names = [f"{layer}.self_attn.{first}_proj.weight" for first in ("q", "k", "v", "o")]
+    names += [f"{layer}.self_attn.{first}_proj.bias" for first in ("q", "k", "v")]
+    names += [f"{layer}.mlp.{first}_proj.weight" for first in ("gate", "up", "down")]
     names += [f"{layer}.mlp.experts.3.up_proj.weight", "model.norm.weight", "alone"]
     parts = parts_of(names)
     assert parts[f"{layer}.self_attn.qkv_proj.weight"] == tuple(names[:3])
@@ -77,7 +77,7 @@ def test_tensors_that_a_server_fuses_are_found_by_name() -> None:
     assert len(parts) == 7, "an expert by itself is nothing that is known"
 
 
-def test_a_single_rank_has_the_whole_model_with_a_padded_vocabulary() -> None:
+def test_single_rank_has_the_whole_model_with_a_padded_vocabulary() -> None:
     q, k, v = numbered(4, 3), numbered(2, 3) + 50, numbered(2, 3) + 90
     assert of("a.qkv_proj.weight", q, k, v) == sha256(q, k, v)
     assert of("a.o_proj.weight", q) == sha256(q)
@@ -96,7 +96,7 @@ def test_each_rank_has_its_part() -> None:
     zeros = np.zeros((256 - 200, 3), np.float32)
     for rank in range(4):
         rows = slice(2 * rank, 2 * rank + 2)
-        told = {
+        reported = {
             "qkv_proj.weight": ((q, k, v), (q[rows], k[rank // 2], v[rank // 2])),
             "gate_up_proj.weight": ((q, q + 9), (q[rows], (q + 9)[rows])),
             "down_proj.weight": ((down,), (down[:, rows],)),
@@ -107,20 +107,20 @@ def test_each_rank_has_its_part() -> None:
                 (embed[64 * rank : 64 * rank + 64], *([zeros] if rank == 3 else [])),
             ),
         }
-        for name, (arrays, there) in told.items():
-            assert of(f"a.{name}", *arrays, rank=rank, layout=layout) == sha256(*there), name
+        for name, (arrays, far) in reported.items():
+            assert of(f"a.{name}", *arrays, rank=rank, layout=layout) == sha256(*far), name
 
 
-def test_a_vocabulary_that_ranks_cannot_share_has_more_rows() -> None:
+def test_vocabulary_that_ranks_cannot_share_has_more_rows() -> None:
     layout, embed = Layout("cpu", "float32", 3, 3), numbered(100, 2)
     rows = np.concatenate([embed, np.zeros((192 - 100, 2), np.float32)])
     for rank in range(3):
-        found = of("lm_head.weight", embed, rank=rank, layout=layout)
-        assert found == sha256(rows[64 * rank : 64 * rank + 64])
+        result = of("lm_head.weight", embed, rank=rank, layout=layout)
+        assert result == sha256(rows[64 * rank : 64 * rank + 64])
 
 
-def test_the_type_that_auto_means() -> None:
-    assert [config_dtype(one) for one in (None, "float32", "bfloat16", "float16")] == [
+def test_type_that_auto_means() -> None:
+    assert [config_dtype(first) for first in (None, "float32", "bfloat16", "float16")] == [
         "float16", "float16", "bfloat16", "float16",
     ]  # fmt: skip
 
@@ -139,34 +139,34 @@ def test_the_type_that_auto_means() -> None:
         ({}, {"model_type": "deepseek_v3"}, "the model type deepseek_v3"),
     ],
 )
-def test_the_reason_is_given_if_expected_checksums_are_unknown(
+def test_reason_is_given_if_expected_checksums_are_unknown(
     info: dict[str, str], config: dict[str, str], why: str | None
 ) -> None:
     usual: dict[str, Any] = {"device": "cpu", "dtype": "float", "sglang": "0.5.23"}
-    found = layout_of(WeightsInfo(2, **{**usual, **info}), {**CONFIG, **config})
+    result = layout_of(WeightsInfo(2, **{**usual, **info}), {**CONFIG, **config})
     if why is None:
-        assert isinstance(found, Layout)
-        assert (found.num_ranks, found.num_kv_heads) == (2, 2)
+        assert isinstance(result, Layout)
+        assert (result.num_ranks, result.num_kv_heads) == (2, 2)
     else:
-        assert isinstance(found, str)
-        assert why in found
+        assert isinstance(result, str)
+        assert why in result
 
 
 EXPECTED = {("a", 0): "1", ("b", 0): "2", ("a", 1): "3", ("b", 1): "4"}
 
 
 def proof(*ranks: Mapping[str, str]) -> Proof:
-    found = Checksum("whole", [(rank, dict(sums)) for rank, sums in enumerate(ranks)])
-    return prove(found, lambda name, rank: EXPECTED.get((name, rank)))
+    result = Checksum("whole", [(rank, dict(sums)) for rank, sums in enumerate(ranks)])
+    return prove(result, lambda name, rank: EXPECTED.get((name, rank)))
 
 
 def test_every_rank_of_a_server_must_have_the_learners_weights() -> None:
     assert proof({"a": "1", "b": "2"}, {"a": "3", "b": "4"}) == Proof("whole", "")
     assert proof({"a": "1"}, {"a": "1"}).wrong == "its a differs from the learner's"
     assert proof({"a": "1", "b": "1"}).wrong == "its b differs from the learner's"
-    one, other = proof({"a": "1", "x": "5"}), proof({"a": "1", "x": "6"})
-    assert not one.wrong
-    assert one.rest != other.rest != ""
+    first, second = proof({"a": "1", "x": "5"}), proof({"a": "1", "x": "6"})
+    assert not first.wrong
+    assert first.rest != second.rest != ""
     assert proof({"x": "5"}) == Proof("whole", "whole", unproven="it reports no known tensor"), (
         "then SGLang's own is all there is"
     )
@@ -187,18 +187,18 @@ PROOFS = st.dictionaries(
 @given(proofs=PROOFS, rest=st.sampled_from([None, "x", "y"]))
 @settings(deadline=None)
 def test_servers_are_judged_right_or_wrong(proofs: dict[str, Proof], rest: str | None) -> None:
-    found = judge(proofs, rest)
-    assert sorted([*found.right, *found.wrong]) == sorted(proofs), "each is one of the two"
-    right = [proofs[url] for url in found.right]
-    assert not any(one.wrong for one in right), "the learner's tensors decide"
-    for url, one in proofs.items():
-        if not one.wrong and not one.rest:
-            assert url in found.right, "whoever has all of them needs no other"
-    assert len({one.rest for one in right if one.rest}) <= 1, "no two that differ"
-    votes = [one.rest for one in proofs.values() if one.rest and not one.wrong]
+    result = judge(proofs, rest)
+    assert sorted([*result.right, *result.wrong]) == sorted(proofs), "each is one of the two"
+    right = [proofs[url] for url in result.right]
+    assert not any(first.wrong for first in right), "the learner's tensors decide"
+    for url, first in proofs.items():
+        if not first.wrong and not first.rest:
+            assert url in result.right, "whoever has all of them needs no other"
+    assert len({first.rest for first in right if first.rest}) <= 1, "no two that differ"
+    votes = [first.rest for first in proofs.values() if first.rest and not first.wrong]
     if rest is not None:
-        assert found.rest == rest
-    elif found.rest is None:
+        assert result.rest == rest
+    elif result.rest is None:
         assert votes.count("x") == votes.count("y")
     else:
-        assert votes.count(found.rest) > len(votes) / 2
+        assert votes.count(result.rest) > len(votes) / 2

@@ -47,7 +47,7 @@ class WatchedRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_the_learner_has_the_memory_in_each_step_and_servers_have_it_for_rollouts(
+async def test_learner_has_the_memory_in_each_step_and_servers_have_it_for_rollouts(
     tmp_path: Path,
 ) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
@@ -148,8 +148,8 @@ async def test_stale_servers_do_not_wait_for_the_end_of_a_step_to_load_old_weigh
 
 
 async def test_weights_that_cannot_be_loaded_leave_a_server_with_its_memory() -> None:
-    fake, other = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
-    async with routed(fake, other) as router:
+    fake, second = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
+    async with routed(fake, second) as router:
         served = Served(router)
         await served.sync(ONE, timeout_s=15)
         async with served.lending(timeout_s=15):
@@ -162,7 +162,7 @@ async def test_weights_that_cannot_be_loaded_leave_a_server_with_its_memory() ->
         assert states(router) == ["healthy", "healthy"]
 
 
-async def test_a_server_that_dies_has_no_memory_and_a_new_process_has_all_of_it() -> None:
+async def test_server_that_dies_has_no_memory_and_a_new_process_has_all_of_it() -> None:
     fake = FakeSGLang(ANSWER, keeps_memory=True)
     async with routed(fake, probe_interval_s=0.01) as router:
         served = Served(router)
@@ -183,7 +183,7 @@ async def test_a_server_that_dies_has_no_memory_and_a_new_process_has_all_of_it(
         assert (await served.sync(TWO, timeout_s=15)).loaded == [fake.url]
 
 
-async def test_a_server_that_keeps_its_memory_ends_the_run() -> None:
+async def test_server_that_keeps_its_memory_ends_the_run() -> None:
     fake = FakeSGLang(ANSWER, keeps_memory=True)
     async with routed(fake) as router:
         served = Served(router)

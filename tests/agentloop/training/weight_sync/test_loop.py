@@ -42,15 +42,13 @@ async def test_transport_broadcast_sends_weights_in_a_process_group(tmp_path: Pa
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_run_removes_its_weights_from_an_external_folder(
-    tmp_path: Path, fails: bool
-) -> None:
+async def test_run_removes_its_weights_from_an_external_folder(tmp_path: Path, fails: bool) -> None:
     shared = tmp_path / "shared"
     weights = WeightsSettings(folder=shared)
-    seen: list[Path] = []
+    observed: list[Path] = []
 
     async def rollouts(*arguments: Any, **named: Any) -> Any:
-        seen.extend(shared.iterdir())
+        observed.extend(shared.iterdir())
         raise RequestError("no such tool")
 
     run_group = rollouts if fails else None
@@ -59,11 +57,11 @@ async def test_a_run_removes_its_weights_from_an_external_folder(
             tmp_path, run_group=run_group, weights=weights, steps=1, prompts_per_step=1,
             evaluate_every=0,
         )  # fmt: skip
-    assert bool(seen) == fails
+    assert bool(observed) == fails
     assert list(shared.iterdir()) == []
 
 
-async def test_a_restarted_server_gets_the_weights_while_rollouts_wait(
+async def test_restarted_server_gets_the_weights_while_rollouts_wait(
     tmp_path: Path,
 ) -> None:
     fake = FakeSGLang([5])
@@ -82,7 +80,7 @@ async def test_a_restarted_server_gets_the_weights_while_rollouts_wait(
     assert len(learner.batches) == 1
 
 
-async def test_a_learner_lost_while_sending_to_a_restarted_server_is_restarted(
+async def test_learner_lost_while_sending_to_a_restarted_server_is_restarted(
     tmp_path: Path,
 ) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)

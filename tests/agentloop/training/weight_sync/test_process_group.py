@@ -107,21 +107,21 @@ def fakes(number: int, **fields: Any) -> list[FakeSGLang]:
 
 
 async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(2)) as here:
+    async with parts(tmp_path, *fakes(2)) as near:
         got: list[list[str]] = []
 
         async def note(names: list[str]) -> None:
             got.append(names)
 
-        here.fakes[0].at_bucket = note
-        came = await here.sync()
-        assert (came.failed, came.checksum, here.states()) == ({}, "sum", ["healthy"] * 2)
-        assert here.learner.asked == ["layout", "open", "join", "send", "send", "leave"]
-        assert here.learner.joined == [3]
+        near.fakes[0].at_bucket = note
+        came = await near.sync()
+        assert (came.failed, came.checksum, near.states()) == ({}, "sum", ["healthy"] * 2)
+        assert near.learner.asked == ["layout", "open", "join", "send", "send", "leave"]
+        assert near.learner.joined == [3]
         assert got == [["embed"], ["norm"]]
-        assert [(fake.pauses, fake.flushes) for fake in here.fakes] == [(["retract"], [True])] * 2
-        assert [fake.version for fake in here.fakes] == ["1", "1"]
-        assert here.nobody_waits()
+        assert [(fake.pauses, fake.flushes) for fake in near.fakes] == [(["retract"], [True])] * 2
+        assert [fake.version for fake in near.fakes] == ["1", "1"]
+        assert near.nobody_waits()
 
 
 @pytest.mark.parametrize("refused", NAMES)
@@ -133,121 +133,121 @@ async def test_no_request_runs_on_partly_new_weights(
     broken: list[str] = []
 
     def break_streams(self: SGLangServer, why: str) -> None:
-        assert all(fake.paused for fake in here.fakes if fake.url == self.url)
+        assert all(fake.paused for fake in near.fakes if fake.url == self.url)
         broken.append(self.url)
 
-    async with parts(tmp_path, *fakes(2)) as here:
+    async with parts(tmp_path, *fakes(2)) as near:
 
         async def refuse(names: list[str]) -> None:
             if names == [refused]:
-                here.fakes[0].at_bucket = None
+                near.fakes[0].at_bucket = None
                 raise ValueError("no room")
 
-        here.fakes[0].at_bucket = refuse
+        near.fakes[0].at_bucket = refuse
         with monkeypatch.context() as patched:
             patched.setattr(SGLangServer, "break_streams", break_streams)
-            assert list((await here.sync()).failed) == [here.fakes[0].url]
-        assert sorted(broken) == sorted(fake.url for fake in here.fakes)
-        assert here.nobody_waits()
+            assert list((await near.sync()).failed) == [near.fakes[0].url]
+        assert sorted(broken) == sorted(fake.url for fake in near.fakes)
+        assert near.nobody_waits()
 
 
 @pytest.mark.parametrize("hangs", ["", "send"])
-async def test_a_server_that_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
+async def test_server_that_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
     """This holds even while the learner waits for the server: its request is cancelled, and it
     leaves."""
-    async with parts(tmp_path, *fakes(3)) as here:
+    async with parts(tmp_path, *fakes(3)) as near:
 
         async def refuse(names: list[str]) -> None:
-            here.learner.hangs = ""
+            near.learner.hangs = ""
             raise ValueError("no room")
 
-        here.fakes[1].at_bucket = refuse
-        here.learner.hangs = hangs
-        came = await here.sync()
-        assert list(came.failed) == [here.fakes[1].url]
-        assert "no room" in came.failed[here.fakes[1].url]
-        assert here.learner.joined == [4, 3]
-        assert here.states() == ["healthy", "stale", "healthy"]
-        assert here.nobody_waits()
+        near.fakes[1].at_bucket = refuse
+        near.learner.hangs = hangs
+        came = await near.sync()
+        assert list(came.failed) == [near.fakes[1].url]
+        assert "no room" in came.failed[near.fakes[1].url]
+        assert near.learner.joined == [4, 3]
+        assert near.states() == ["healthy", "stale", "healthy"]
+        assert near.nobody_waits()
         # It is given a group of its own.
-        here.fakes[1].at_bucket = None
-        assert await Served(here.router).sync_stale(came, timeout_s=15)
-        assert here.learner.joined == [4, 3, 2]
-        assert here.states() == ["healthy"] * 3
+        near.fakes[1].at_bucket = None
+        assert await Served(near.router).sync_stale(came, timeout_s=15)
+        assert near.learner.joined == [4, 3, 2]
+        assert near.states() == ["healthy"] * 3
 
 
-async def test_a_server_that_does_not_leave_a_broken_group_is_left_out(
+async def test_server_that_does_not_leave_a_broken_group_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner notices first, by its own deadline."""
     leave = SGLangServer.leave_group
 
-    async with parts(tmp_path, *fakes(2)) as here:
+    async with parts(tmp_path, *fakes(2)) as near:
 
         async def leave_group(self: SGLangServer, group: WeightsGroup) -> None:
-            here.learner.fails.clear()
-            if self.url == here.fakes[0].url:
+            near.learner.fails.clear()
+            if self.url == near.fakes[0].url:
                 raise ServerError("it hangs")
             await leave(self, group)
 
         monkeypatch.setattr(SGLangServer, "leave_group", leave_group)
-        here.learner.fails["send"] = LearnerRefused("send: it broke")
-        came = await here.sync()
-        assert came.failed == {here.fakes[0].url: "it hangs"}
-        assert here.learner.joined == [3, 2]
-        assert here.states() == ["stale", "healthy"]
+        near.learner.fails["send"] = LearnerRefused("send: it broke")
+        came = await near.sync()
+        assert came.failed == {near.fakes[0].url: "it hangs"}
+        assert near.learner.joined == [3, 2]
+        assert near.states() == ["stale", "healthy"]
 
 
-async def test_a_sync_that_fails_without_a_culprit_is_not_repeated(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(2)) as here:
-        here.learner.fails["join"] = LearnerRefused("join: nobody came")
+async def test_sync_that_fails_without_a_culprit_is_not_repeated(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(2)) as near:
+        near.learner.fails["join"] = LearnerRefused("join: nobody came")
         with pytest.raises(ServerError, match="nobody came"):
-            await here.sync()
-        assert here.learner.asked.count("join") == 1
-        assert here.learner.asked[-1] == "leave"
-        assert here.states() == ["stale", "stale"]
-        assert here.nobody_waits()
+            await near.sync()
+        assert near.learner.asked.count("join") == 1
+        assert near.learner.asked[-1] == "leave"
+        assert near.states() == ["stale", "stale"]
+        assert near.nobody_waits()
 
 
-async def test_a_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
+async def test_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
     tmp_path: Path,
 ) -> None:
-    async with parts(tmp_path, *fakes(2)) as here:
-        here.learner.fails["send"] = LearnerError("send: rank 0 ended")
-        here.learner.fails["leave"] = LearnerError("leave: rank 0 ended")
+    async with parts(tmp_path, *fakes(2)) as near:
+        near.learner.fails["send"] = LearnerError("send: rank 0 ended")
+        near.learner.fails["leave"] = LearnerError("leave: rank 0 ended")
         with pytest.raises(LearnerError, match="rank 0 ended"):
-            await here.sync()
-        assert here.nobody_waits()
+            await near.sync()
+        assert near.nobody_waits()
 
 
-async def test_a_server_that_takes_too_long_is_stale(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(1)) as here:
+async def test_server_that_takes_too_long_is_stale(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as near:
 
         async def hang(names: list[str]) -> None:
             await anyio.sleep_forever()
 
-        here.fakes[0].at_bucket = hang
+        near.fakes[0].at_bucket = hang
         with pytest.raises(ServerError, match=r"timed out after 0\.2 s"):
-            await here.sync(timeout_s=0.2)
-        assert here.states() == ["stale"]
-        assert here.nobody_waits()
+            await near.sync(timeout_s=0.2)
+        assert near.states() == ["stale"]
+        assert near.nobody_waits()
 
 
 async def test_received_weights_are_compared_with_those_sent(tmp_path: Path) -> None:
     """Tensors without expected checksums are compared between servers."""
-    async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as here:
-        here.fakes[0].sums = {"norm": "wrong"}
-        here.fakes[1].sums = {"norm": "2", "other": "8"}
-        came = await here.sync()
+    async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as near:
+        near.fakes[0].sums = {"norm": "wrong"}
+        near.fakes[1].sums = {"norm": "2", "other": "8"}
+        came = await near.sync()
         assert came.failed == {
-            here.fakes[0].url: "its norm differs from the learner's",
-            here.fakes[1].url: "its weights differ from the others': sum",
+            near.fakes[0].url: "its norm differs from the learner's",
+            near.fakes[1].url: "its weights differ from the others': sum",
         }
-        assert here.states() == ["stale", "stale", "healthy", "healthy"]
+        assert near.states() == ["stale", "stale", "healthy", "healthy"]
         assert came.num_verified == 0, "not all of it"
         layout = {"device": "cpu", "dtype": "float32", "num_ranks": 1, "num_kv_heads": 2}
-        assert here.learner.layouts == [layout] * 2
-        assert here.nobody_waits()
+        assert near.learner.layouts == [layout] * 2
+        assert near.nobody_waits()
 
 
 @pytest.mark.parametrize(
@@ -259,45 +259,45 @@ async def test_received_weights_are_compared_with_those_sent(tmp_path: Path) -> 
         ({"version": "0.6.0"}, None),
     ],
 )
-async def test_a_single_server_is_compared_if_its_checksum_is_known(
+async def test_single_server_is_compared_if_its_checksum_is_known(
     tmp_path: Path, info: dict[str, Any], layout: tuple[str, str, int] | None
 ) -> None:
-    told = {"norm": "2", "embed": "1"}
-    async with parts(tmp_path, *fakes(1, sums=told, info=info)) as here:
-        here.learner.sums = {name: [one] * 2 for name, one in told.items()}
-        came = await here.sync()
+    reported = {"norm": "2", "embed": "1"}
+    async with parts(tmp_path, *fakes(1, sums=reported, info=info)) as near:
+        near.learner.sums = {name: [first] * 2 for name, first in reported.items()}
+        came = await near.sync()
         assert came.num_verified == (layout is not None)
-        asked = here.learner.layouts[0]
-        assert layout == (asked and tuple(asked.values())[:3])
-        here.settings = SETTINGS.model_copy(update={"verify": False})
-        assert (await here.sync("2")).num_verified == 0
-        assert here.learner.layouts[-1] is None
+        requests = near.learner.layouts[0]
+        assert layout == (requests and tuple(requests.values())[:3])
+        near.settings = SETTINGS.model_copy(update={"verify": False})
+        assert (await near.sync("2")).num_verified == 0
+        assert near.learner.layouts[-1] is None
 
 
 async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(1)) as here:
-        came = await here.sync()
-        here.router.replicas.require_weights("0")
-        here.router.replicas.require_weights("1", verified=True)
-        here.learner.num_updates += 1
-        checksums, failed = await came.published.sync_to(here.router.replicas.servers, timeout_s=15)
+    async with parts(tmp_path, *fakes(1)) as near:
+        came = await near.sync()
+        near.router.replicas.require_weights("0")
+        near.router.replicas.require_weights("1", verified=True)
+        near.learner.num_updates += 1
+        checksums, failed = await came.published.sync_to(near.router.replicas.servers, timeout_s=15)
         assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])
-        assert here.nobody_waits()
+        assert near.nobody_waits()
 
 
 async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(1)) as here:
-        here.fakes[0].url = here.fakes[0].url.replace("127.0.0.1", "0.0.0.0")
+    async with parts(tmp_path, *fakes(1)) as near:
+        near.fakes[0].url = near.fakes[0].url.replace("127.0.0.1", "0.0.0.0")
         async with http_session() as session:
-            far = SGLangServer(here.fakes[0].url, session)
-            way = publisher(SETTINGS, here.learner, tmp_path)
+            far = SGLangServer(near.fakes[0].url, session)
+            way = publisher(SETTINGS, near.learner, tmp_path)
             published = await way.publish("1", timeout_s=15)
             with pytest.raises(SettingsError, match=r"weights\.address"):
                 await published.sync_to([far], timeout_s=15)
-            assert "open" not in here.learner.asked
+            assert "open" not in near.learner.asked
 
 
 async def test_data_parallel_ranks_take_weights_by_disk_alone(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(1, dp_size=2)) as here:
+    async with parts(tmp_path, *fakes(1, dp_size=2)) as near:
         with pytest.raises(ServerError, match=r"weights\.transport"):
-            await here.sync()
+            await near.sync()

@@ -67,7 +67,7 @@ async def test_all_servers_serve_the_new_weights_at_once() -> None:
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
 @pytest.mark.full
-async def test_a_server_that_cannot_load_the_weights_is_stale(weights: str | None) -> None:
+async def test_server_that_cannot_load_the_weights_is_stale(weights: str | None) -> None:
     """The weights cannot be read, take too long, or differ from the other servers'."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
@@ -98,15 +98,15 @@ async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: st
     Breaking them all does not affect the server's health."""
     moved: list[str] = []
     received: list[list[int]] = [[] for _ in range(4)]
-    left: list[int] = []  # how many had, when the server went on
+    still_open: list[int] = []  # how many had, when the server went on
 
     class Watched(FakeSGLang):
         async def _continue(self, request: web.Request) -> web.Response:
-            left.append(len(moved))
+            still_open.append(len(moved))
             return await super()._continue(request)
 
     first = Watched(ANSWER, weights=weights, faults=deque([Fault("silence", after=2)] * 4))
-    others = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    remaining = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(first) as router, AsyncExitStack() as stack:
         session = await stack.enter_async_context(http_session())
         with anyio.fail_after(patient(15)):
@@ -114,7 +114,7 @@ async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: st
                 for number, ids in enumerate(received):
                     tasks.start_soon(turn, router, moved, ids, str(number))
                 await eventually(lambda: all(len(ids) == 2 for ids in received))
-                for fake in others:
+                for fake in remaining:
                     await stack.enter_async_context(fake.serving())
                     await router.replicas.add(SGLangServer(fake.url, session))
                 came = await Served(router).sync(ONE, timeout_s=LATE_S)
@@ -123,17 +123,17 @@ async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: st
     assert received == [ANSWER] * 4
     assert moved == [first.url] * 4
     # That its weights are not the others' is known only once all have loaded.
-    assert left == [0 if weights == "others" else 4]
+    assert still_open == [0 if weights == "others" else 4]
 
 
-async def test_a_sync_without_servers_is_an_error() -> None:
+async def test_sync_without_servers_is_an_error() -> None:
     async with routed(FakeSGLang(ANSWER, weights=None)) as router:
         with pytest.raises(ServerError, match="no server has version 1"):
             await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale"]
 
 
-async def test_the_version_that_a_server_reports_is_not_proof(
+async def test_version_that_a_server_reports_is_not_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server reports version 1 but has other weights; probes do not change that."""
@@ -167,7 +167,7 @@ async def test_two_servers_that_differ_are_no_majority() -> None:
         assert states(router) == ["stale", "stale"]
 
 
-async def test_a_restarted_server_gets_the_weights() -> None:
+async def test_restarted_server_gets_the_weights() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
         came = await Served(router).sync(ONE, timeout_s=15)
@@ -182,7 +182,7 @@ async def test_a_restarted_server_gets_the_weights() -> None:
         assert fakes[0].version == "1"
 
 
-async def test_a_sync_waits_for_a_server_that_is_restarting() -> None:
+async def test_sync_waits_for_a_server_that_is_restarting() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake, probe_interval_s=0.01) as router:
         fake.ready = False
@@ -194,7 +194,7 @@ async def test_a_sync_waits_for_a_server_that_is_restarting() -> None:
         assert states(router) == ["healthy"]
 
 
-async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
+async def test_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
     class Silent(FakeSGLang):
         async def _pause(self, request: web.Request) -> web.Response:
             self.paused = True
@@ -219,10 +219,10 @@ async def test_only_the_last_version_is_kept_on_disk(tmp_path: Path, elsewhere: 
 
     run, shared = tmp_path / "run", tmp_path / "shared"
     await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
-    other = tmp_path / "elsewhere" / "run"  # another run of the same name
+    second = tmp_path / "elsewhere" / "run"  # another run of the same name
     settings = WeightsSettings(folder=shared if elsewhere else None)
-    others = publisher(settings, Played(), other)
-    kept = await others.publish("1", timeout_s=15)
+    remaining = publisher(settings, Played(), second)
+    kept = await remaining.publish("1", timeout_s=15)
     assert isinstance(kept, PublishedFolder)
     way = publisher(settings, Played(), run)
     fake = FakeSGLang(ANSWER)
@@ -263,14 +263,19 @@ def sums(tensors: Mapping[str, Any] = TENSORS) -> dict[str, str]:
     of zeros."""
     rows = np.zeros((64, 2), np.float32)
     rows[:6] = tensors["model.embed_tokens.weight"]
-    told = {"model.embed_tokens.weight": rows, "model.norm.weight": tensors["model.norm.weight"]}
-    return {name: hashlib.sha256(one.tobytes()).hexdigest()[:16] for name, one in told.items()}
+    reported = {
+        "model.embed_tokens.weight": rows,
+        "model.norm.weight": tensors["model.norm.weight"],
+    }
+    return {
+        name: hashlib.sha256(single.tobytes()).hexdigest()[:16] for name, single in reported.items()
+    }
 
 
 WRONG = {**sums(), "model.norm.weight": "0" * 16}
 
 
-async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
+async def test_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
     """Only a comparison with the learner's tensors can prove that."""
     publish(tmp_path)
     fake = FakeSGLang(ANSWER, sums=sums())
@@ -310,11 +315,13 @@ async def test_tensors_without_expected_checksums_are_compared_among_servers(
         fakes[0].weights = "others"
         with pytest.raises(ServerError, match="unknown which"):
             await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
-    said = [
-        one.message for one in caplog.records if "only compared with other servers'" in one.message
+    stated = [
+        single.message
+        for single in caplog.records
+        if "only compared with other servers'" in single.message
     ]
-    assert len(said) == 2
-    assert all("quantization = fp8" in one for one in said)
+    assert len(stated) == 2
+    assert all("quantization = fp8" in single for single in stated)
 
 
 async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
@@ -322,9 +329,9 @@ async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
 ) -> None:
     """This holds although all servers have read the same files."""
     publish(tmp_path)
-    others = {name: one + 1 for name, one in TENSORS.items()}
-    (tmp_path / "model.safetensors").write_bytes(save(others))
-    fakes = [FakeSGLang(ANSWER, sums=sums(others)) for _ in range(2)]
+    remaining = {name: single + 1 for name, single in TENSORS.items()}
+    (tmp_path / "model.safetensors").write_bytes(save(remaining))
+    fakes = [FakeSGLang(ANSWER, sums=sums(remaining)) for _ in range(2)]
     async with routed(*fakes) as router:
         with pytest.raises(ServerError, match=r"model\.safetensors differs from what the learner"):
             await Served(router).sync(PublishedFolder("1", tmp_path), timeout_s=15)
@@ -333,7 +340,7 @@ async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
 
 def sampled(begun_s: float, servers: list[str], *versions: str) -> Trajectory:
     """Return a trajectory whose turn started at that time."""
-    spans = [VersionSpan(one, index, index + 1) for index, one in enumerate(versions)]
+    spans = [VersionSpan(single, index, index + 1) for index, single in enumerate(versions)]
     turns = [Turn(started_s=1.0), Turn(versions=spans, servers=servers, started_s=2.0)]
     return Trajectory("t", [1], turns, created_unix_s=begun_s - 2)
 
@@ -344,30 +351,30 @@ async def test_tokens_sampled_by_mislabelled_weights_are_distrusted(
 ) -> None:
     """This includes a sync that failed and was retried; turns that start afterwards are trusted."""
     publish(tmp_path)
-    one = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
+    single = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
     more = {"tie": 1, "single": 0, "outvoted": 2}[how]
-    others = [FakeSGLang(ANSWER) for _ in range(more)]
+    remaining = [FakeSGLang(ANSWER) for _ in range(more)]
     published = PublishedFolder("1", tmp_path)
-    async with routed(one, *others) as router:
+    async with routed(single, *remaining) as router:
         served = Served(router)
         before = time.time()
         if how == "outvoted":
             came = await served.sync(published, timeout_s=15)
-            one.weights = "sum"
+            single.weights = "sum"
             assert await served.sync_stale(came, timeout_s=15)
         else:
             with pytest.raises(ServerError):
                 await served.sync(published, timeout_s=15)
-            one.weights, one.sums = "sum", sums() if how == "single" else {}
+            single.weights, single.sums = "sum", sums() if how == "single" else {}
             await served.sync(published, timeout_s=15)
         assert states(router) == ["healthy"] * (1 + more)
         after = time.time()
-    assert served.is_tainted(sampled(before, [one.url], "0", "1"))
-    assert served.is_tainted(sampled(before, ["elsewhere", one.url], "1"))
-    assert not served.is_tainted(sampled(before, [one.url], "0"))
+    assert served.is_tainted(sampled(before, [single.url], "0", "1"))
+    assert served.is_tainted(sampled(before, ["elsewhere", single.url], "1"))
+    assert not served.is_tainted(sampled(before, [single.url], "0"))
     assert not served.is_tainted(sampled(before, ["elsewhere"], "1"))
-    assert not served.is_tainted(sampled(after, [one.url], "1"))
-    for fake in others:
+    assert not served.is_tainted(sampled(after, [single.url], "1"))
+    for fake in remaining:
         assert served.is_tainted(sampled(before, [fake.url], "1")) == (how == "tie")
 
 

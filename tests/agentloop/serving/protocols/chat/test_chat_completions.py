@@ -242,7 +242,7 @@ def test_every_ending_has_a_finish_reason(reason: StopReason) -> None:
     assert choice["finish_reason"] in allowed
 
 
-def test_a_token_of_half_a_character_has_no_bytes() -> None:
+def test_token_of_half_a_character_has_no_bytes() -> None:
     ids = written(CHAT, "é")
     assert len(ids) == 2  # the fake tokenizer has no merge for it
     turn = Turn(ids, [-0.5, -0.25], text="é", top_logprobs=[[(-0.5, ids[0])], [(-0.1, 0)]])

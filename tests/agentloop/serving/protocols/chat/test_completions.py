@@ -127,7 +127,7 @@ async def test_text_ends_before_a_stop_sequence() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_tokens: int) -> None:
+async def test_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_tokens: int) -> None:
     async with service(prompt_script(HELLO, "x", num_top=1)) as at:
         answer = await complete(
             at, prompt=HELLO, echo=True, max_tokens=max_tokens, logprobs=1, seed=1
@@ -186,7 +186,7 @@ async def test_echo_without_log_probabilities() -> None:
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt: Field required"),
     ],
 )
-async def test_a_bad_request_names_the_field(body: dict[str, Any], message: str) -> None:
+async def test_bad_request_names_the_field(body: dict[str, Any], message: str) -> None:
     async with service() as at:
         error = await complete_refused(at, **body)
     assert message in error["message"]
@@ -201,8 +201,8 @@ async def test_another_model_is_not_served() -> None:
 @pytest.mark.parametrize("name", NOT_FOR_COMPLETIONS)
 def test_parameters_without_effect_are_accepted(name: str) -> None:
     for value in NOT_FOR_COMPLETIONS[name].values:
-        others = parse().model_dump(exclude={name})
-        assert parse(**{name: value}).model_dump(exclude={name}) == others
+        remaining = parse().model_dump(exclude={name})
+        assert parse(**{name: value}).model_dump(exclude={name}) == remaining
     with pytest.raises(Unsupported, match=f"^{name}: "):
         parse(**{name: "something else"})
 
@@ -222,7 +222,7 @@ async def test_missing_log_probabilities_are_the_infrastructures_failure() -> No
             assert "did not report log-probabilities" in error["message"]
 
 
-async def test_a_generation_that_takes_too_long_is_cut_off() -> None:
+async def test_generation_that_takes_too_long_is_cut_off() -> None:
     async def hang() -> None:
         await anyio.sleep_forever()
 
@@ -236,7 +236,7 @@ async def test_a_generation_that_takes_too_long_is_cut_off() -> None:
         assert at.router.num_open == 0
 
 
-async def test_the_bare_model_takes_these_parameters_in_chat_completions_too() -> None:
+async def test_bare_model_takes_these_parameters_in_chat_completions_too() -> None:
     async with service(says("x")) as at:
         body = {
             "messages": [{"role": "user", "content": "hello"}],
@@ -254,13 +254,13 @@ async def test_the_bare_model_takes_these_parameters_in_chat_completions_too() -
     assert generation.stop_ids == (*CHAT.stop_ids, 9)
 
 
-async def test_the_agent_has_no_completions() -> None:
+async def test_agent_has_no_completions() -> None:
     async with service() as at:
         error = await complete_refused(at, prompt="x", model="fake-agent")
     assert error["message"] == "model: only 'fake' has completions"
 
 
-async def test_the_settings_limit_tokens_as_well() -> None:
+async def test_settings_limit_tokens_as_well() -> None:
     async with service(says("x"), budget={"max_response_tokens": 5}) as at:
         await complete(at, prompt="x", max_tokens=100)
         assert at.router.asked[0].max_new_tokens == 5

@@ -132,7 +132,7 @@ def sent_back(content: Any, **fields: Any) -> list[dict[str, Any]]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(turn_texts(echoes, malformed), min_size=1, max_size=3), st.booleans())
 @pytest.mark.full
-async def test_the_client_reads_a_stream_as_the_whole_answer(texts: list[str], beta: bool) -> None:
+async def test_client_reads_a_stream_as_the_whole_answer(texts: list[str], beta: bool) -> None:
     """Calls that the agent ran are included, although only the beta client has types of them."""
     sent = chunks_with_usage(await rolled_out(texts, [echo]))
     frames = b"".join(starmap(named_event, events(sent)))
@@ -144,7 +144,7 @@ async def test_the_client_reads_a_stream_as_the_whole_answer(texts: list[str], b
 @given(
     turn_texts(json_objects.map(lambda arguments: call_text("theirs", arguments))), st.booleans()
 )
-async def test_an_answer_that_is_sent_back_is_the_message_of_chat_completions(
+async def test_answer_that_is_sent_back_is_the_message_of_chat_completions(
     text: str, beta: bool
 ) -> None:
     trajectory = await rolled_out([text], [CallerTool(THEIRS)])
@@ -160,7 +160,7 @@ async def test_an_answer_that_is_sent_back_is_the_message_of_chat_completions(
 @pytest.mark.timeout(120)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(turn_texts(echoes), min_size=1, max_size=3))
-async def test_an_agents_turns_that_are_sent_back_are_those_that_it_had(texts: list[str]) -> None:
+async def test_agents_turns_that_are_sent_back_are_those_that_it_had(texts: list[str]) -> None:
     trajectory = await rolled_out(texts, [echo])
     expected: list[dict[str, Any]] = []
     for turn in trajectory:
@@ -181,7 +181,7 @@ async def test_an_agents_turns_that_are_sent_back_are_those_that_it_had(texts: l
     assert sent_back(whole(chunks_with_usage(trajectory))["content"]) == normal_form(expected)
 
 
-async def test_the_events_of_an_answer() -> None:
+async def test_events_of_an_answer() -> None:
     text = f"<think>hm</think>hi{call_text('theirs', {'n': 2**70})}"
     trajectory = await rolled_out([text], [CallerTool(THEIRS)])
     stream_events = events(chunks_with_usage(trajectory, has_caller_tools=True))
@@ -207,7 +207,7 @@ async def test_the_events_of_an_answer() -> None:
     assert (start["id"], start["model"], start["content"]) == ("msg_1", "m", [])
 
 
-async def test_a_call_that_the_agent_ran_is_not_a_tool_use() -> None:
+async def test_call_that_the_agent_ran_is_not_a_tool_use() -> None:
     trajectory = await rolled_out([call_text("echo", {"text": "é"}), "done"], [echo])
     use, result, text = whole(chunks_with_usage(trajectory))["content"]
     assert use == {
@@ -238,7 +238,7 @@ def test_every_ending_has_a_reason(reason: StopReason, theirs: str) -> None:
     assert (answer["stop_reason"], answer["stop_sequence"], answer["content"]) == (theirs, None, [])
 
 
-def test_an_answer_names_the_stop_sequence_that_ended_it() -> None:
+def test_answer_names_the_stop_sequence_that_ended_it() -> None:
     turn = Turn(text="one two", output_ids=[1], logprobs=[0.0])
     trajectory = Trajectory("t", [1], [turn], stop_reason=StopReason.STOP_SEQUENCE)
     answer = whole(chunks_with_usage(trajectory, stop=["three", "two"]))
@@ -272,7 +272,7 @@ def test_usage_counts_cached_tokens_apart() -> None:
         (500, error_body("no", "x"), "InternalServerError", "api_error"),
     ],
 )
-def test_the_client_knows_errors(status: int, body: Any, raised: str, kind: str) -> None:
+def test_client_knows_errors(status: int, body: Any, raised: str, kind: str) -> None:
     form = error_form(status, body, "req_1")
     with client(status, json.dumps(form).encode(), "application/json") as made:
         with pytest.raises(getattr(anthropic, raised)) as caught:
@@ -282,7 +282,7 @@ def test_the_client_knows_errors(status: int, body: Any, raised: str, kind: str)
     assert form["error"]["message"] == body["error"]["message"]
 
 
-def test_a_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
+def test_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
     with pytest.raises(RequestError) as refused:
         MessagesRequest.parse(
             json.dumps({"max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}).encode()
@@ -291,7 +291,7 @@ def test_a_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
     assert form["error"]["details"]["error_code"] == "thread_unsupported_request"
 
 
-def test_the_client_knows_an_error_in_a_stream() -> None:
+def test_client_knows_an_error_in_a_stream() -> None:
     status, body = error_of(ServerError("down"))
     answered = Trajectory("t", [1], stop_reason=StopReason.ANSWERED)
     first_events = events(chunks_with_usage(answered))[:1]

@@ -106,7 +106,7 @@ def test_parameters_become_those_of_chat_completions() -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours"), [("auto", "auto"), ("any", "required"), ("none", "none")]
 )
-def test_the_choice_of_a_tool(theirs: str, ours: str) -> None:
+def test_choice_of_a_tool(theirs: str, ours: str) -> None:
     request = chat(tools=[THEIRS], tool_choice={"type": theirs})
     assert (request.tool_choice, request.parallel_tool_calls) == (ours, None)
 
@@ -119,7 +119,7 @@ def test_thinking_is_switched_by_the_templates_variables() -> None:
     assert request.template_arguments == {"enable_thinking": False, "thinking": True}
 
 
-def test_a_format_may_also_be_given_by_its_older_name() -> None:
+def test_format_may_also_be_given_by_its_older_name() -> None:
     request = chat(output_format={"type": "json_schema", "schema": {"type": "object"}})
     assert request.turn_options().rules.schema == {"type": "object"}
 
@@ -207,7 +207,7 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(
         ({"temperature": 3}, "temperature: "),
     ],
 )
-def test_an_invalid_field_is_named(fields: dict[str, Any], named: str) -> None:
+def test_invalid_field_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=f"^{named}"):
         MessagesRequest.parse(body(**fields))
 
@@ -240,14 +240,14 @@ def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
             assert request.to_chat().messages
 
 
-def test_the_system_prompt_is_the_first_message() -> None:
+def test_system_prompt_is_the_first_message() -> None:
     assert chat(system="S").messages[0] == {"role": "system", "content": "S"}
     assert chat(system="").messages == HELLO
     made = chat(system=[text("x-anthropic-billing-header: cch=1f"), text("A"), text("B")])
     assert made.messages[0] == {"role": "system", "content": "A\n\nB"}
 
 
-def test_an_answer_is_one_message() -> None:
+def test_answer_is_one_message() -> None:
     thinking = {"type": "thinking", "thinking": "hm", "signature": "unsigned"}
     redacted = {"type": "redacted_thinking", "data": "x"}
     (_, made) = messages(HELLO[0], assistant(redacted, thinking, text("a"), use(x="é"), text("b")))
@@ -288,7 +288,7 @@ def test_adjacent_messages_of_a_role_are_one() -> None:
     assert [message["content"] for message in made] == ["hello\n\nhello", "ab"]
 
 
-def test_an_instruction_in_mid_conversation_is_said_by_the_user() -> None:
+def test_instruction_in_mid_conversation_is_said_by_the_user() -> None:
     """Many chat templates refuse a system message that is not the first."""
     brief = {"role": "system", "content": [text("be"), text("brief")]}
     got = {"role": "user", "content": [result("c_0_0")]}

@@ -110,9 +110,9 @@ def test_null_equals_a_missing_parameter() -> None:
     ],
 )
 def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
-    given, plain = chat(**{field: value}), chat()
-    assert given.turn_options() == plain.turn_options()
-    assert given.template_arguments == {}
+    inputs, plain = chat(**{field: value}), chat()
+    assert inputs.turn_options() == plain.turn_options()
+    assert inputs.template_arguments == {}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_errors_name_the_field(field: str, value: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": NaN}'])
-def test_a_body_must_be_a_json_object(body: bytes) -> None:
+def test_body_must_be_a_json_object(body: bytes) -> None:
     with pytest.raises(RequestError, match=r"^the body"):
         ResponsesRequest.parse(body)
 
@@ -249,7 +249,7 @@ def test_calls_that_the_agent_has_run_are_part_of_the_history() -> None:
     ]
 
 
-def test_a_request_continues_a_conversation_with_its_own_instructions() -> None:
+def test_request_continues_a_conversation_with_its_own_instructions() -> None:
     first = parse(instructions="Be brief.")
     kept = [*first.conversation(), message("hi", "assistant")]
     second = parse(input="bye", instructions="Be long.", previous_response_id="resp_1")
@@ -262,7 +262,7 @@ def test_a_request_continues_a_conversation_with_its_own_instructions() -> None:
     assert second.conversation(kept) == [*kept, message("bye")]
 
 
-def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
+def test_tools_of_a_namespace_are_offered_under_both_names() -> None:
     group = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [F, G]}
     request = parse(
         tools=[F, group],
@@ -288,7 +288,7 @@ def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
         parse(tools=[searches])
 
 
-def test_a_custom_tool_becomes_a_function_of_one_text() -> None:
+def test_custom_tool_becomes_a_function_of_one_text() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
     request = parse(
         tools=[{**G, "format": grammar}, {"type": "custom", "name": "h"}],
@@ -312,13 +312,13 @@ def test_allowed_tools_are_the_ones_that_are_offered() -> None:
     assert request.tool_choice == "required"
 
 
-def test_a_search_beside_other_tools_is_not_offered() -> None:
+def test_search_beside_other_tools_is_not_offered() -> None:
     search = {"type": "web_search", "external_web_access": False}
     request = chat(tools=[search, F])
     assert [tool["function"]["name"] for tool in request.tools or ()] == ["f"]
 
 
-def test_a_request_of_codex_is_accepted() -> None:
+def test_request_of_codex_is_accepted() -> None:
     """The fields are those of `ResponsesApiRequest` and `ResponseItem` in its sources."""
     request = chat(
         model="m",
@@ -367,7 +367,7 @@ def test_a_request_of_codex_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", ["input", "tools", *UNSUPPORTED_RESPONSES])
-def test_the_schema_describes_each_parameter(name: str) -> None:
+def test_schema_describes_each_parameter(name: str) -> None:
     assert name in ResponsesRequest.model_json_schema()["properties"]
 
 
@@ -381,5 +381,5 @@ def test_the_schema_describes_each_parameter(name: str) -> None:
         ),
     ],
 )
-def test_the_form_of_the_answer(answer_format: Any, rules: OutputRules) -> None:
+def test_form_of_the_answer(answer_format: Any, rules: OutputRules) -> None:
     assert chat(text={"format": answer_format}).turn_options().rules == rules

@@ -85,7 +85,7 @@ async def rollout(
 @given(
     st.lists(texts, min_size=1, max_size=3), st.lists(st.integers(0, 60), max_size=6), st.booleans()
 )
-async def test_a_stream_ends_with_the_whole_response(
+async def test_stream_ends_with_the_whole_response(
     texts: list[str], cuts: list[int], has_caller_tools: bool
 ) -> None:
     events, trajectory = await rollout(texts, cuts, has_caller_tools)
@@ -114,7 +114,7 @@ async def test_a_stream_ends_with_the_whole_response(
     assert outputs == [call["output"] for call in message.get("executed_tools", [])]
 
 
-async def test_the_history_is_that_of_the_rollout() -> None:
+async def test_history_is_that_of_the_rollout() -> None:
     call = call_text("echo", {"text": "é"})
     _, trajectory = await rollout([f"<think>hm</think>I ask.{call}", "It said é."], [], False)
     again = writer(False)

@@ -176,7 +176,7 @@ def splits(draw: st.DrawFn, deltas: list[dict[str, Any]]) -> list[dict[str, Any]
 
 @settings(max_examples=50)  # the types of OpenAI's package are slow
 @given(turn=turns, summary=st.sampled_from([None, "auto"]), data=st.data())
-def test_a_turn_comes_back_as_it_was_sampled(
+def test_turn_comes_back_as_it_was_sampled(
     turn: SampledTurn, summary: str | None, data: st.DataObject
 ) -> None:
     parameters = request(tools=TOOLS, reasoning={"summary": summary})
@@ -230,7 +230,7 @@ def test_calls_that_the_agent_ran_come_back_as_its_history(
 # --- examples -------------------------------------------------------------------------------------
 
 
-def test_the_events_of_an_answer() -> None:
+def test_events_of_an_answer() -> None:
     deltas = [{"reasoning_content": "hm"}, {"content": "1"}, {"content": "2"}]
     events, response = stream_events(request(), chunks_of(*deltas))
     assert [name.removeprefix("response.") for name, _ in events] == [
@@ -251,7 +251,7 @@ def test_the_events_of_an_answer() -> None:
     assert Response.model_validate(response).output_text == "12"
 
 
-def test_a_summary_is_sent_to_those_who_ask_for_one() -> None:
+def test_summary_is_sent_to_those_who_ask_for_one() -> None:
     parameters = request(reasoning={"summary": "auto"})
     events, response = stream_events(
         parameters, chunks_of({"reasoning_content": "hm"}, {"content": "1"})
@@ -282,7 +282,7 @@ def test_executed_calls_have_their_output() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"x": 1}, {"input": 1}, {"input": "a", "x": 1}, {"input": "a"}]
 )
-def test_a_custom_call_has_text(arguments: dict[str, Any]) -> None:
+def test_custom_call_has_text(arguments: dict[str, Any]) -> None:
     piece = {"index": 0, **call("c", "g", arguments)}
     parameters = request(tools=TOOLS)
     events, response = stream_events(
@@ -294,7 +294,7 @@ def test_a_custom_call_has_text(arguments: dict[str, Any]) -> None:
     assert item["input"] == ("a" if arguments == {"input": "a"} else json.dumps(arguments))
 
 
-def test_a_call_names_the_namespace_of_its_tool() -> None:
+def test_call_names_the_namespace_of_its_tool() -> None:
     parameters = request(tools=[{"type": "namespace", "name": "crm", "tools": TOOLS}, *TOOLS])
     names = ("crm__f", "crm__g", "f")
     calls = [{"index": i, **call(f"c{i}", name, {})} for i, name in enumerate(names)]
@@ -309,7 +309,7 @@ def test_a_call_names_the_namespace_of_its_tool() -> None:
     ]
 
 
-def test_an_answer_that_was_cut_off_is_incomplete() -> None:
+def test_answer_that_was_cut_off_is_incomplete() -> None:
     events, response = stream_events(request(), chunks_of({"content": "1"}, finish="length"))
     check(events)
     assert (response["status"], response["incomplete_details"]) == (
@@ -320,7 +320,7 @@ def test_an_answer_that_was_cut_off_is_incomplete() -> None:
     assert events[-1][0] == "response.incomplete"
 
 
-def test_the_parameters_are_repeated_in_the_response() -> None:
+def test_parameters_are_repeated_in_the_response() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     parameters = request(
         instructions="Be brief.",
@@ -369,7 +369,7 @@ def test_logprobs_of_all_tokens_are_at_the_last_message() -> None:
     assert [entry["token"] for entry in part[0]["logprobs"]] == ["<think>", "hm", "1"]  # type: ignore[index]
 
 
-def test_a_failure_ends_the_response() -> None:
+def test_failure_ends_the_response() -> None:
     stream = ResponsesStream(request())
     events = [event for chunk in chunks_of({"content": "1"})[:-2] for event in stream.feed(chunk)]
     events += stream.fail(*error_of(ServerError("all servers are gone")))
@@ -380,7 +380,7 @@ def test_a_failure_ends_the_response() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
-def test_a_failure_before_the_response_is_an_error() -> None:
+def test_failure_before_the_response_is_an_error() -> None:
     [(name, data)] = ResponsesStream(request()).fail(*error_of(Unsupported("tool_choice: no")))
     assert name == "error"
     EVENTS[name].model_validate(data)
