@@ -456,7 +456,7 @@ BUDGET = {
     "agentloop.sandbox": 11_810,
     "agentloop.learner": 4_350,
     "bench": 8_750,
-    "tests": 75_360,
+    "tests": 75_440,
     "tools": 1_400,
 }
 

@@ -56,7 +56,7 @@ from tests.support import (
 
 FAKE = chat_format()
 SHIPPED = ChatFormat.load(SMALL)
-RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
+RECIPES = Path(__file__).parents[4] / "agentloop" / "cli" / "recipes"
 PAPER = ChatFormat(tokenizer(), template((RECIPES / "paper.jinja").read_text("utf-8")))
 USER = {"role": "user", "content": "What is 37 times 48?"}
 TOOL = {
