@@ -35,7 +35,7 @@ from agentloop.training.learner_client.settings import (
 from agentloop.training.recovery.position import telling_how_to_continue
 from agentloop.training.run.folder import RunFolder, RunSettings, config_of
 from agentloop.training.run.status import count_of
-from agentloop.training.sft.fine_tuning import (
+from agentloop.training.sft import (
     DialogueSource,
     DialoguesSettings,
     FineTuningPlan,

@@ -54,7 +54,7 @@ from agentloop.training.learner_client.settings import (
 from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import count_of
-from agentloop.training.sft.fine_tuning import (
+from agentloop.training.sft import (
     Dialogue,
     DialogueSource,
     DialoguesSettings,

@@ -18,7 +18,7 @@ from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.errors import DataError, SettingsError
-from agentloop.training.sft.fine_tuning import Dialogue, trajectories_of
+from agentloop.training.sft import Dialogue, trajectories_of
 from tests.support import END, TEMPLATE, template, tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.sft.fine_tuning import DialoguesSettings
+from agentloop.training.sft import DialoguesSettings
 
 TRAIN = to_toml(TrainSettings())  # of 10 steps
 SFT = to_toml(SftSettings(data=DialoguesSettings(paths=[Path("dialogues.jsonl")])))

@@ -27,7 +27,7 @@ from agentloop.errors import DataError, SettingsError
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import spawn_here
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.sft.fine_tuning import DialoguesSettings
+from agentloop.training.sft import DialoguesSettings
 
 pytestmark = [
     pytest.mark.anyio,
