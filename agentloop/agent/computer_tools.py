@@ -9,6 +9,7 @@ judged.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import ClassVar
@@ -24,7 +25,7 @@ __all__ = ["Bash", "EditFile"]
 SHOWN_CHARS = 16_000
 
 
-class _ComputerTool:
+class _ComputerTool(ABC):
     """A tool whose arguments are strings.
 
     Attributes:
@@ -71,8 +72,9 @@ class _ComputerTool:
         except (OSError, ValueError) as error:
             return ToolOutput(ToolCallStatus.ERROR, f"[error] {error}")
 
+    @abstractmethod
     async def _run(self, **arguments: str) -> ToolOutput:
-        raise NotImplementedError
+        """Run a call whose arguments are strings, of known names."""
 
 
 class Bash(_ComputerTool):
