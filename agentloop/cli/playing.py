@@ -12,9 +12,6 @@ from functools import partial
 import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.cli.environment_settings import AskSettings
-from agentloop.cli.machine import require_servers
-from agentloop.cli.without_servers import open_endpoint, open_tools
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.player import PlayerHost
@@ -22,10 +19,13 @@ from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.events import Emit
 from agentloop.inference.openai_client import EndpointSettings
+from agentloop.machine import require_servers
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
+from agentloop.run_settings import AskSettings
 from agentloop.runtime import Progress, Runtime
 from agentloop.trajectory import Message
+from agentloop.without_servers import open_endpoint, open_tools
 
 __all__ = ["PlaySettings", "check_player", "playing"]
 

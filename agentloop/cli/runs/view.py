@@ -29,6 +29,7 @@ from agentloop.observe.perfetto import trace_of
 from agentloop.observe.runs import origin_of, read_metrics
 from agentloop.observe.sample import SAMPLE
 from agentloop.plain_json import dumps
+from agentloop.progress import ProgressLine
 from agentloop.serving.access import ApiGuard, ServeSettings
 from agentloop.serving.listen import bind, serving
 from agentloop.training.run.folder import RunFolder, config_of
@@ -132,7 +133,7 @@ async def _view(run: Path, arguments: list[str]) -> int:
 
 
 async def _export(run: Path, out: Path, num_rollouts: int) -> int:
-    with console.ProgressLine(f"Reading {run}", after_s=2.0) as progress:
+    with ProgressLine(f"Reading {run}", after_s=2.0) as progress:
         archive = await _open_archive(run)
         frame = await archive.frame()
         bodies: dict[str, object] = {"api/frame": frame, "api/runs": {"runs": []}}
@@ -156,7 +157,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
 
 
 async def _export_trace(run: Path, out: Path) -> int:
-    with console.ProgressLine(f"Reading {run}", after_s=2.0):
+    with ProgressLine(f"Reading {run}", after_s=2.0):
         frame = await (await _open_archive(run)).frame()
         trace = await anyio.to_thread.run_sync(trace_of, frame)
     await _write(dumps(trace).decode(), out, "--perfetto")

@@ -18,7 +18,6 @@ import anyio
 from aiohttp import web
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.cli import console
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, message_of, sole
 from agentloop.events import Emit, Event, Measured
@@ -31,6 +30,7 @@ from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
 from agentloop.observe.runs import of_start, origin_of, start_metrics
+from agentloop.progress import ProgressLine
 from agentloop.runtime import Runtime
 from agentloop.serving.access import ApiGuard, ServeSettings
 from agentloop.serving.listen import bind, serving
@@ -53,7 +53,7 @@ class RunDashboard:
     def __init__(
         self,
         folder: RunFolder,
-        progress: console.ProgressLine,
+        progress: ProgressLine,
         *,
         readers: Sequence[Emit] = (),
         kind: Literal["train", "sft", "evaluate"] = "train",
