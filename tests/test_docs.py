@@ -49,7 +49,6 @@ README = (
     "runs plot",
     "evaluate",
     "serve --list-settings",
-    "completion bash",
 )
 # The others, by their beginnings: where they are run, or what they need that a test has not.
 ELSEWHERE = {

@@ -340,7 +340,7 @@ def test_clone_without_symbolic_links_has_all_packages(tmp_path: Path) -> None:
         pytest.skip("this is not a git repository")
     imports = (
         "import agentloop.sandbox, agentloop.learner.batch, agentloop.environments.examples; "
-        "from agentloop.cli import completion; assert [*completion._RECIPES.glob('small.toml')]; "
+        "from agentloop.config import is_recipe; assert is_recipe('small'); "
         "print(agentloop.sandbox.__file__)"
     )
     imported = subprocess.run(
