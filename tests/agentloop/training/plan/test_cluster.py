@@ -28,7 +28,7 @@ from tests.test_deploy import write_problems
 
 pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
 
-RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
+RECIPES = Path(__file__).parents[4] / "agentloop" / "cli" / "recipes"
 MODEL = f"model='{RECIPES / 'qwen3-14b'}'"
 
 

@@ -30,7 +30,7 @@ from agentloop.training.plan.resources import (
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 
-QWEN3_14B = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "qwen3-14b"
+QWEN3_14B = Path(__file__).parents[4] / "agentloop" / "cli" / "recipes" / "qwen3-14b"
 BIG = Machine(ram_bytes=2 << 40, disk_free_bytes=100 << 40, num_gpus=8, gpu_bytes=80 << 30)
 GIB = 1 << 30
 

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]
 
-RAW = Path(__file__).parents[1] / "agent" / "mcp_raw.py"
+RAW = Path(__file__).parents[2] / "agent" / "mcp_raw.py"
 
 
 def a_number(rng: Random) -> dict[str, Any]:
