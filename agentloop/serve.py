@@ -20,8 +20,8 @@ from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.tasks.task import Task
 from agentloop.errors import RunFolderError, SettingsError
+from agentloop.launch.settings import AskSettings
 from agentloop.observe.throughput import Throughput
-from agentloop.run_settings import AskSettings
 from agentloop.runtime import Runtime, Settings
 from agentloop.serving.app import AgentService, listening
 from agentloop.serving.environments import ServedAgent

@@ -27,8 +27,8 @@ from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import AgentLoopError
 from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.launch.settings import AskSettings
 from agentloop.plain_json import JsonObject
-from agentloop.run_settings import AskSettings
 from agentloop.sandbox import CallStatus, ProgramEnd
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn

@@ -104,10 +104,9 @@ def in_package(*packages: str) -> list[str]:
 
 def is_composer(name: str) -> bool:
     """A command, a run and its plan, the runtime or the HTTP application: they may import all."""
-    return within(name, "agentloop.cli", "agentloop.training.plan") or name in {
+    return within(name, "agentloop.cli", "agentloop.launch", "agentloop.training.plan") or name in {
         "agentloop.__main__",
         "agentloop.evaluation.wiring",
-        "agentloop.run_settings",
         "agentloop.runtime",
         "agentloop.serve",
         "agentloop.serving.app",
@@ -115,7 +114,6 @@ def is_composer(name: str) -> bool:
         "agentloop.training.sft.run",
         "agentloop.training.sft.stage",
         "agentloop.training.wiring",
-        "agentloop.without_servers",
     }
 
 

@@ -41,10 +41,10 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
+from agentloop.launch.progress import ProgressLine
+from agentloop.launch.settings import AskSettings
 from agentloop.observe.event_fanout import EventFanout
-from agentloop.progress import ProgressLine
 from agentloop.rollouts.request import GroupRequest
-from agentloop.run_settings import AskSettings
 from agentloop.training.run.folder import RunFolder, config_of
 from agentloop.training.run.status import count_of
 from agentloop.trajectory import (

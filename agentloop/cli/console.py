@@ -207,7 +207,7 @@ def _align(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> 
 @asynccontextmanager
 async def open_runtime(settings: Settings) -> AsyncIterator[Runtime]:
     """Start a runtime, showing progress meanwhile, and stop it when the context is left."""
-    from agentloop.progress import ProgressLine
+    from agentloop.launch.progress import ProgressLine
     from agentloop.runtime import Runtime
 
     with ProgressLine("Starting the agent") as progress:

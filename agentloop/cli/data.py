@@ -33,7 +33,7 @@ from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl
 from agentloop.environments.tasks.task import problem_of, problem_of_row, problem_text, task_digest
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.status import count_of
 
 __all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]

@@ -23,8 +23,8 @@ from agentloop.environments.tasks.rows import find_conflicts, read_tasks
 from agentloop.environments.tasks.task import Task, problem_of
 from agentloop.errors import RequestError, SettingsError
 from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.launch.settings import AskSettings
 from agentloop.models import SMALL
-from agentloop.run_settings import AskSettings
 from agentloop.training.sft.run import model_folder
 from agentloop.trajectory import Message
 

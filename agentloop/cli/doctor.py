@@ -20,7 +20,7 @@ from agentloop.cli import console
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, ModelError, RequestError
 from agentloop.inference.sglang.parser_probe import calls_found_by_sglang
-from agentloop.machine import examine, report
+from agentloop.launch.machine import examine, report
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 

@@ -20,7 +20,7 @@ from agentloop.environments.environment import Environment
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError
-from agentloop.run_settings import EnvironmentRunSettings
+from agentloop.launch.settings import EnvironmentRunSettings
 from agentloop.sandbox import SandboxError
 from agentloop.training.run.folder import require_new
 

@@ -26,9 +26,9 @@ from agentloop.evaluation.wiring import (
     evaluate,
 )
 from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
-from agentloop.machine import require_servers
+from agentloop.launch.machine import require_servers
+from agentloop.launch.progress import ProgressLine
 from agentloop.plain_json import JsonObject
-from agentloop.progress import ProgressLine
 from agentloop.training.run.folder import RunFolder, config_of
 
 __all__ = ["main"]

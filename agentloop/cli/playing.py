@@ -19,13 +19,13 @@ from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.events import Emit
 from agentloop.inference.openai_client import EndpointSettings
-from agentloop.machine import require_servers
+from agentloop.launch.machine import require_servers
+from agentloop.launch.settings import AskSettings
+from agentloop.launch.without_servers import open_endpoint, open_tools
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.run_settings import AskSettings
 from agentloop.runtime import Progress, Runtime
 from agentloop.trajectory import Message
-from agentloop.without_servers import open_endpoint, open_tools
 
 __all__ = ["PlaySettings", "check_player", "playing"]
 

@@ -16,7 +16,7 @@ import anyio.to_thread
 from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.cli import console
 from agentloop.config import load_settings
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.plan.settings import TrainSettings, learner_settings
 from agentloop.training.recovery.learner_record import LearnerRecord

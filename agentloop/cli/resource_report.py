@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from agentloop.launch.units import amount, number, size
 from agentloop.training.plan.resources import Plan, num_trained
 from agentloop.training.plan.settings import lends_memory
 from agentloop.training.run.status import count_of
-from agentloop.units import amount, number, size
 
 __all__ = ["report"]
 

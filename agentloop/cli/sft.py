@@ -10,7 +10,7 @@ import pydantic
 
 from agentloop.cli import console
 from agentloop.config import load_settings
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.folder import config_of
 from agentloop.training.sft.run import SftSettings, model_folder, require_learner, sft
 

@@ -16,7 +16,7 @@ from agentloop.cli.replay import replay, step_range
 from agentloop.cli.sft import load_run_settings
 from agentloop.cli.train_dry_run import print_plan
 from agentloop.errors import SettingsError
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.checks import check_settings, require_machine
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.recovery.position import Phase, Position, Stages, display_path

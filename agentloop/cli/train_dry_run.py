@@ -13,7 +13,7 @@ from agentloop.cli.dry_run import Findings, check_start
 from agentloop.cli.resource_report import report
 from agentloop.environments.environment import Environment
 from agentloop.environments.tasks.sources import Task
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.checks import check_settings, require_machine
 from agentloop.training.plan.cluster import plan_on_cluster
 from agentloop.training.plan.resources import plan

@@ -37,15 +37,16 @@ from agentloop.events import (
     TokensSampled,
 )
 from agentloop.inference.openai_client import EndpointSettings
-from agentloop.machine import require_servers
+from agentloop.launch.machine import require_servers
+from agentloop.launch.progress import ProgressLine
+from agentloop.launch.settings import EnvironmentRunSettings
+from agentloop.launch.without_servers import open_endpoint
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.plain_json import JsonObject
-from agentloop.progress import ProgressLine
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.run_settings import EnvironmentRunSettings
 from agentloop.runtime import Runtime
 from agentloop.sandbox import Pool
 from agentloop.serving.access import ServeSettings
@@ -53,7 +54,6 @@ from agentloop.training.recovery.position import resume_command
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus, count_of
-from agentloop.without_servers import open_endpoint
 
 __all__ = ["EvaluateSettings", "check_settings", "chosen_tasks", "evaluate", "tasks_of"]
 

@@ -39,11 +39,11 @@ from agentloop.errors import RunFolderError
 from agentloop.events import Emit
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
 from agentloop.observe.watchdog import WatchdogSettings, watching
 from agentloop.plain_json import JsonObject
-from agentloop.progress import ProgressLine
 from agentloop.rollouts.player import player_of
 from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner

@@ -12,7 +12,7 @@ from agentloop import distribution
 from agentloop.__main__ import main
 from agentloop.distribution import NAME, install_hint, require, version
 from agentloop.errors import SettingsError
-from agentloop.machine import examine
+from agentloop.launch.machine import examine
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

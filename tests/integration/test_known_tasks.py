@@ -12,7 +12,7 @@ from agentloop.cli.data_check import check_data
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.evaluation.wiring import EvaluateSettings, tasks_of
-from agentloop.run_settings import AskSettings
+from agentloop.launch.settings import AskSettings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ import pytest
 from agentloop.config import load_settings
 from agentloop.inference.processes.supervise import ServerProcess
 from agentloop.inference.sglang.control import ControlClient
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training import wiring
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.protocol import StepRequest

@@ -12,7 +12,7 @@ from agentloop.cli.chat import settings_of
 from agentloop.cli.replay import replay
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.status import RunStatus
 from agentloop.training.wiring import train

@@ -13,7 +13,7 @@ import pytest
 import agentloop
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox.engine import connect
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.wiring import train

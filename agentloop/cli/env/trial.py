@@ -34,8 +34,8 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
 from agentloop.evaluation.wiring import tasks_of
 from agentloop.events import Event, RolloutFinished, RolloutStarted
+from agentloop.launch.progress import ProgressLine
 from agentloop.observe.watchdog import Heartbeat, watch_lag
-from agentloop.progress import ProgressLine
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner

@@ -33,9 +33,9 @@ from agentloop.config import load_known, load_settings
 from agentloop.distribution import require
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL, not_a_model
 from agentloop.plain_json import JsonObject
-from agentloop.progress import ProgressLine
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (

@@ -31,9 +31,9 @@ from safetensors.numpy import save_file
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.models.folder import INDEX, MANIFEST, copy_others, tensor_files, true_config
 from agentloop.plain_json import JsonObject
-from agentloop.progress import ProgressLine
 
 __all__ = ["ModelSource", "export", "find", "main"]
 

@@ -16,7 +16,7 @@ import anyio.to_thread
 from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summarize
 from agentloop.cli import console
 from agentloop.errors import RunFolderError
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.rollouts.metrics import mean, percent
 
 __all__ = ["main"]

@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from agentloop.analysis.plots import PANELS, plot_runs
 from agentloop.cli import console
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 
 __all__ = ["main"]
 

@@ -20,6 +20,7 @@ from agentloop.cli import console
 from agentloop.config import load_known, load_settings, with_values
 from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, RunFolderError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.archive import Archive
 from agentloop.observe.bottleneck import ServedOn, served_on
@@ -29,7 +30,6 @@ from agentloop.observe.perfetto import trace_of
 from agentloop.observe.runs import origin_of, read_metrics
 from agentloop.observe.sample import SAMPLE
 from agentloop.plain_json import dumps
-from agentloop.progress import ProgressLine
 from agentloop.serving.access import ApiGuard, ServeSettings
 from agentloop.serving.listen import bind, serving
 from agentloop.training.run.folder import RunFolder, config_of

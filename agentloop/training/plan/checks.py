@@ -10,7 +10,7 @@ from functools import partial
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.errors import SettingsError
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.machine import require_servers
+from agentloop.launch.machine import require_servers
 from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
 from agentloop.training.loop.settings import LoopSettings

@@ -8,11 +8,11 @@ import pydantic
 
 from agentloop.agent.rollout import Budget
 from agentloop.inference.cpu import has_accelerator
+from agentloop.launch.settings import EnvironmentRunSettings
 from agentloop.models import SMALL
 from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
 from agentloop.observe.watchdog import WatchdogSettings
-from agentloop.run_settings import EnvironmentRunSettings
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings

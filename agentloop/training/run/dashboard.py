@@ -22,6 +22,7 @@ from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, message_of, sole
 from agentloop.events import Emit, Event, Measured
 from agentloop.inference.replicas import ServerView
+from agentloop.launch.progress import ProgressLine
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.bottleneck import ServedOn
 from agentloop.observe.dashboard import Dashboard, Exporter
@@ -30,7 +31,6 @@ from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
 from agentloop.observe.runs import of_start, origin_of, start_metrics
-from agentloop.progress import ProgressLine
 from agentloop.runtime import Runtime
 from agentloop.serving.access import ApiGuard, ServeSettings
 from agentloop.serving.listen import bind, serving

@@ -18,9 +18,9 @@ from agentloop.distribution import require
 from agentloop.errors import SettingsError
 from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
+from agentloop.launch.progress import ProgressLine
+from agentloop.launch.settings import PAGE
 from agentloop.models import SMALL, not_a_model
-from agentloop.progress import ProgressLine
-from agentloop.run_settings import PAGE
 from agentloop.serving.access import ServeSettings
 from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import KeptLearner, Spawn, spawn_here

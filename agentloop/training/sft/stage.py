@@ -30,9 +30,10 @@ from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.errors import DataError, SettingsError
+from agentloop.launch.progress import ProgressLine
+from agentloop.launch.without_servers import open_tools
 from agentloop.models import SMALL
 from agentloop.plain_json import JsonObject, dumps
-from agentloop.progress import ProgressLine
 from agentloop.rollouts.scripted import PlayedRollout, play_teacher
 from agentloop.runtime import Settings
 from agentloop.training.learner_client.client import Spawn
@@ -64,7 +65,6 @@ from agentloop.training.sft.run import (
     model_folder,
     samples_of,
 )
-from agentloop.without_servers import open_tools
 
 __all__ = [
     "FineTuning",

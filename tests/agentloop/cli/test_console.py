@@ -35,7 +35,7 @@ from agentloop.cli.console import (
     split_settings,
 )
 from agentloop.errors import RunFolderError, ServerError, SettingsError
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run.status import RunStatus
 from tests.patience import patient

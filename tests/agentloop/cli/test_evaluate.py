@@ -18,7 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from agentloop.cli.evaluate import main
 from agentloop.config import load_settings
 from agentloop.evaluation.wiring import EvaluateSettings, chosen_tasks, evaluate
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.status import RunStatus
 from tests.agentloop.cli import played
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
@@ -211,7 +211,7 @@ def test_page_is_not_served_where_the_endpoint_should_be(
 def test_model_is_not_evaluated_without_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentloop.machine.is_installed", lambda module: False)
+    monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
     assert main([f"run.folder='{tmp_path}/runs'"]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -27,8 +27,8 @@ from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, DataError, RunFolderError, SettingsError
 from agentloop.events import ignore
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
-from agentloop.progress import ProgressLine
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop.queue import GroupQueue
@@ -374,7 +374,7 @@ def test_run_without_its_journal_is_one_line_on_the_command_line(
 def test_all_that_is_missing_is_named_in_the_order_of_its_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentloop.machine.is_installed", lambda module: False)
+    monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
     assert main(["--restarts", "0"]) == 2
     (error,) = capsys.readouterr().err.splitlines()

@@ -17,7 +17,7 @@ import pytest
 
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.replicas import ServerView
-from agentloop.progress import ProgressLine
+from agentloop.launch.progress import ProgressLine
 from agentloop.runtime import Runtime, Settings
 from agentloop.serving.access import ServeSettings
 from agentloop.serving.listen import bind

@@ -18,8 +18,8 @@ from agentloop import RequestError, call
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import open_tasks
 from agentloop.errors import DataError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
-from agentloop.progress import ProgressLine
 from agentloop.training.learner_client.client import spawn_here
 from agentloop.training.plan.settings import TrainSettings, fine_tuning
 from agentloop.training.run.folder import RunFolder
