@@ -112,7 +112,7 @@ def test_time_in_which_tools_ran_is_that_of_any(spans: list[list[int]]) -> None:
     assert ran(*((float(start), float(end)) for start, end in spans)).tool_run_s == len(seconds)
 
 
-def test_rollout_used_its_time_if_its_calls_took_half_of_it() -> None:
+def test_calls_that_took_half_the_time_used_it_up() -> None:
     assert ran((0.0, 2.0), (4.0, 7.0)).used_its_time
     assert not ran((0.0, 4.9)).used_its_time  # the rest was waited for
     assert not ran(elapsed_s=10.0).used_its_time

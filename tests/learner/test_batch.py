@@ -183,9 +183,7 @@ def test_plan(lengths: list[int], slack: int, world_size: int) -> None:
 
 
 @given(lengths=LENGTHS, world_size=WORLD_SIZES)
-def test_samples_that_must_not_be_packed_get_micro_batches_of_their_own(
-    lengths: list[int], world_size: int
-) -> None:
+def test_unpackable_samples_get_separate_micro_batches(lengths: list[int], world_size: int) -> None:
     ranks = plan(lengths, 100, world_size, packs=False)
     bins = [each for rank in ranks for each in rank]
     assert sorted(i for each in bins for i in each) == [*range(len(lengths))]

@@ -483,7 +483,7 @@ async def test_link_full_of_frames_lets_others_run(pool: Pool) -> None:
         group.cancel_scope.cancel()
 
 
-async def test_responses_that_a_link_does_not_read_are_counted_and_bounded(pool: Pool) -> None:
+async def test_unread_responses_of_a_link_are_counted_and_bounded(pool: Pool) -> None:
     held = HeldBytes(50_000)
     refused = encode({"op": "run", "id": 1, "code": None})
     flood: Any = Flood(refused, most=5000)
@@ -581,7 +581,7 @@ async def test_foreign_pages_are_refused(pool: Pool, client: Client, header: str
     assert pool.stats()["calls"] == before
 
 
-def test_guard_with_a_token_takes_any_name_and_one_without_only_its_own() -> None:
+def test_only_guards_with_a_token_accept_any_host_name() -> None:
     right, wrong = {"Authorization": "Bearer t"}, {"Authorization": "Bearer u"}
     for name in ("10.0.0.7:8010", "[::1]:8010", "node-4:8010", "box.lan"):
         for guard in (Guard("0.0.0.0", "t"), Guard("127.0.0.1", "t")):
@@ -718,7 +718,7 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
         assert (run["status"], run["return_code"], run["stdout"]) == ran
 
 
-async def test_sandbox_fusion_answers_with_all_of_an_output_or_not_at_all(client: Client) -> None:
+async def test_sandbox_fusion_never_answers_with_partial_output(client: Client) -> None:
     _, answer = await client.post("/run_code", {"code": "print('x' * 5_000_000)"})
     assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
     assert answer["message"].startswith("the output has 5000001 bytes; the maximum is")

@@ -65,7 +65,7 @@ async def test_object_of_a_library_is_closed_also_after_an_error() -> None:
     assert item.num_closed == 2
 
 
-async def test_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_alone() -> None:
+async def test_hanging_call_ends_at_its_deadline_without_closing_its_resources() -> None:
     item, release = Closable(), threading.Event()
 
     def hang() -> None:
@@ -154,7 +154,7 @@ def test_option_that_a_puzzle_does_not_have_is_refused(gym: Any) -> None:
         task_of(reasoning_gym.puzzle.with_arguments(arguments))
 
 
-async def test_game_that_does_not_exist_or_has_no_points_is_refused(
+async def test_unknown_game_or_game_without_points_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
@@ -242,7 +242,7 @@ def numbers(*said: str) -> Scripted:
     return Scripted(lambda observed: said[(len(observed) - 1) // 2])
 
 
-async def test_episode_ends_when_the_server_says_so_and_its_rewards_are_added() -> None:
+async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:
     lock = Lock()
     async with serving(lock) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})

@@ -97,7 +97,7 @@ def test_frames_that_arrive_together_become_one_chunk_per_version() -> None:
     assert (reader.num_tokens, reader.ended) == (4, True)
 
 
-def test_stream_that_is_done_without_a_last_frame_has_not_ended() -> None:
+def test_stream_without_a_last_frame_has_not_ended() -> None:
     reader = ChunkReader(lambda chunk: None)
     assert not reader.feed(frame(1, upto=1) + b"data: [DONE]\n\n")
     assert not reader.ended

@@ -300,7 +300,7 @@ def test_warnings(overrides: list[str], message: str) -> None:
     assert line.startswith("warning    ")
 
 
-def test_shared_gpu_holds_the_larger_of_two_phases_if_they_take_turns() -> None:
+def test_shared_gpu_holds_the_larger_of_two_alternating_phases() -> None:
     shared = (
         *("server.device=cuda", "budget.max_response_tokens=1000"),
         "server.extra_args=['--mem-fraction-static', '0.5']",
