@@ -21,7 +21,6 @@ _COMMANDS = {
     "runs": "list, view, plot, analyze and export runs",
     "doctor": "list what this machine lacks, or how a model's conversations are read",
     "data": "prepare problems for training and evaluation, and dialogues for fine-tuning",
-    "completion": "print the script that completes words in bash, zsh or fish",
 }
 _RUNS_COMMANDS = {
     "list": "list the runs in a folder",
@@ -69,7 +68,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
     if command in _GROUPS and commands is _COMMANDS:
         names = f"agentloop {command}", f"agentloop.cli.{command}"
         return _dispatch(*names, _GROUPS[command], command_arguments)
-    says_loading = sys.stderr.isatty() and command != "completion"
+    says_loading = sys.stderr.isatty()
     loading = f"Loading {program} {command}"
     try:
         if says_loading:

@@ -14,12 +14,13 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
+from agentloop.agent.threads import in_command_thread
 from agentloop.cli import chat, console
-from agentloop.cli.environment_settings import AskSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.tasks.task import Task
 from agentloop.errors import RunFolderError, SettingsError
+from agentloop.launch.settings import AskSettings
 from agentloop.observe.throughput import Throughput
 from agentloop.runtime import Runtime, Settings
 from agentloop.serving.app import AgentService, listening
@@ -60,7 +61,7 @@ async def _serve(arguments: list[str], question: str | None, number: int) -> int
     settings = load_settings(AskSettings, files, overrides)
     task: Task | None = None
     if settings.env.name:
-        task = await console.in_thread(chat.task_of, settings, number)
+        task = await in_command_thread(chat.task_of, settings, number)
     with bind(settings.serve) as bound:
         async with (
             _record_of(settings) as record,

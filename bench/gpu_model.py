@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from agentloop.cli.resource_plan import ModelShape, learner_memory
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
+from agentloop.training.plan.resources import ModelShape, learner_memory
 from bench.learner import agentic_batch
 
 __all__ = ["FULL", "SIZES", "TINY", "PartFailed", "Row", "Setup", "Size"]

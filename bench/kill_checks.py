@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import TaskSource
+from agentloop.training.plan.settings import TrainSettings
 from bench.kill_learner import FIRST, LOG
 
 __all__ = [

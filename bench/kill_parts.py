@@ -28,7 +28,6 @@ from typing import Any, Self
 import anyio
 from aiohttp import web
 
-from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from agentloop.errors import RequestError, ServerUnavailable
 from agentloop.inference.router import Router
@@ -42,6 +41,7 @@ from agentloop.training import wiring
 from agentloop.training.learner_client import client as learner_module
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import (

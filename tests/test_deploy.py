@@ -23,10 +23,10 @@ import pytest
 import yaml
 
 from agentloop.__main__ import main
-from agentloop.cli.cluster import ClusterPlan
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.training.cluster.placement import ClusterNode, ProcessKind
+from agentloop.training.plan.cluster import ClusterPlan
+from agentloop.training.plan.settings import TrainSettings
 from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(120)  # a plan imports all that a run would

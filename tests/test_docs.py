@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.sft import SftSettings
-from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings
+from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.sft.run import SftSettings
 from tools import layout
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,6 @@ README = (
     "runs plot",
     "evaluate",
     "serve --list-settings",
-    "completion bash",
 )
 # The others, by their beginnings: where they are run, or what they need that a test has not.
 ELSEWHERE = {

@@ -18,10 +18,7 @@ import pytest
 import agentloop
 from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.env.trial import TrySettings
-from agentloop.cli.environment_settings import AskSettings
-from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.playing import PlaySettings
-from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
 from agentloop.environments.environment import EnvSettings, load
 from agentloop.environments.program import ProgramSettings, program
@@ -29,8 +26,11 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import AgentLoopError
+from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.launch.settings import AskSettings
 from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CallStatus, ProgramEnd
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]

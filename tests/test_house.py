@@ -103,12 +103,16 @@ def in_package(*packages: str) -> list[str]:
 
 
 def is_composer(name: str) -> bool:
-    """A command, the runtime, a training run or the HTTP application: they may import all."""
-    return within(name, "agentloop.cli") or name in {
+    """A command, a run and its plan, the runtime or the HTTP application: they may import all."""
+    return within(name, "agentloop.cli", "agentloop.launch", "agentloop.training.plan") or name in {
         "agentloop.__main__",
-        "agentloop.serving.app",
+        "agentloop.evaluation.wiring",
         "agentloop.runtime",
         "agentloop.serve",
+        "agentloop.serving.app",
+        "agentloop.training.run.dashboard",
+        "agentloop.training.sft.run",
+        "agentloop.training.sft.stage",
         "agentloop.training.wiring",
     }
 
@@ -334,7 +338,7 @@ def test_clone_without_symbolic_links_has_all_packages(tmp_path: Path) -> None:
         pytest.skip("this is not a git repository")
     imports = (
         "import agentloop.sandbox, agentloop.learner.batch, agentloop.environments.examples; "
-        "from agentloop.cli import completion; assert [*completion._RECIPES.glob('small.toml')]; "
+        "from agentloop.config import is_recipe; assert is_recipe('small'); "
         "print(agentloop.sandbox.__file__)"
     )
     imported = subprocess.run(
@@ -487,8 +491,8 @@ def test_documents_can_be_read() -> None:
 
 
 def test_train_has_few_settings() -> None:
-    from agentloop.cli.train import TrainSettings
     from agentloop.config import describe_settings
+    from agentloop.training.plan.settings import TrainSettings
 
     assert len([*describe_settings(TrainSettings)]) <= 201
 

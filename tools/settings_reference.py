@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pydantic
 
-from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.sft import SftSettings
-from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings
+from agentloop.evaluation.wiring import EvaluateSettings
 from agentloop.models import SMALL
 from agentloop.runtime import Settings
 from agentloop.sandbox.serve_settings import SandboxServeSettings
+from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.sft.run import SftSettings
 
 __all__ = ["main", "reference"]
 

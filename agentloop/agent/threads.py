@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.from_thread
@@ -25,8 +26,10 @@ import anyio.lowlevel
 from agentloop.aio import LimiterVar, limiter_in
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 _tool_threads = LimiterVar("_tool_threads")
+_command_threads = LimiterVar("_command_threads")
 _current: ContextVar[RolloutThreads | None] = ContextVar("_current", default=None)
 _shares_connections: ContextVar[bool] = ContextVar("_shares_connections", default=False)
 _connect = sqlite3.connect
@@ -100,6 +103,14 @@ async def in_daemon_thread(
         return results[0]
     error = errors[0]
     raise error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}")
+
+
+async def in_command_thread(function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
+    """Run what may take long, as code of the user's or a download, so that signals end the command.
+
+    Neither cancellation nor the end of the process waits for the thread.
+    """
+    return await in_daemon_thread(partial(function, *args), 1, _command_threads)
 
 
 class RolloutThreads:

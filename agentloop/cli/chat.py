@@ -18,9 +18,9 @@ from rich.markup import escape
 
 from agentloop.agent.channels import Channel, Channels, Splitter
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.threads import in_command_thread
 from agentloop.cli import console as commands
 from agentloop.cli.chat_url import RunningService
-from agentloop.cli.environment_settings import AskSettings
 from agentloop.cli.playing import PlaySettings, check_player, playing
 from agentloop.config import load_known, load_settings
 from agentloop.environments.environment import load, open_tasks
@@ -41,6 +41,8 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
+from agentloop.launch.progress import ProgressLine
+from agentloop.launch.settings import AskSettings
 from agentloop.observe.event_fanout import EventFanout
 from agentloop.rollouts.request import GroupRequest
 from agentloop.training.run.folder import RunFolder, config_of
@@ -286,7 +288,7 @@ async def play(settings: PlaySettings, task: Task, out: Console) -> Reward:
     Raises:
         RequestError: the environment has failed.
     """
-    with commands.ProgressLine("Starting the agent") as progress:
+    with ProgressLine("Starting the agent") as progress:
         async with playing(settings, progress) as (groups_of, chat):
             progress.stop()
             groups = groups_of(Conversations(out, chat))
@@ -407,7 +409,7 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None, nu
             raise SettingsError(
                 "env: the environment asks the questions: omit yours, and choose a task with --task"
             )
-        task = await commands.in_thread(task_of, settings, number)
+        task = await in_command_thread(task_of, settings, number)
         check_player(settings)
     if run is not None and settings.model is not None:
         print(f"Model: {settings.model}{_origin(Path(settings.model), run)}", file=sys.stderr)

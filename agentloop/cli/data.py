@@ -33,6 +33,7 @@ from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl
 from agentloop.environments.tasks.task import problem_of, problem_of_row, problem_text, task_digest
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.status import count_of
 
 __all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        with console.ProgressLine(options.doing, after_s=2.0):
+        with ProgressLine(options.doing, after_s=2.0):
             text, data = options.command(options)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)

@@ -14,17 +14,18 @@ from typing import Any, cast
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.named_tools import imported_tools, resolved_tools
+from agentloop.agent.threads import in_command_thread
 from agentloop.agent.tools import Tools
 from agentloop.cli import console
-from agentloop.cli.environment_settings import AskSettings
-from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.sft import model_folder
 from agentloop.config import is_recipe, load_settings
 from agentloop.environments.rewards.references import bad_references
 from agentloop.environments.tasks.rows import find_conflicts, read_tasks
 from agentloop.environments.tasks.task import Task, problem_of
 from agentloop.errors import RequestError, SettingsError
+from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.launch.settings import AskSettings
 from agentloop.models import SMALL
+from agentloop.training.sft.run import model_folder
 from agentloop.trajectory import Message
 
 __all__ = ["DataReport", "check_data"]
@@ -108,7 +109,7 @@ async def check_data(data: str, overrides: Sequence[str]) -> DataReport:
         settings: AskSettings = load_settings(EvaluateSettings, [data], overrides)
     else:
         settings = load_settings(AskSettings, [], [*_source_of(data), *overrides])
-    rows = await console.in_thread(lambda: [*read_tasks(settings.tasks)])
+    rows = await in_command_thread(lambda: [*read_tasks(settings.tasks)])
     tasks = [*{task.id: task for task in rows}.values()]
     sources: dict[str, int] = {}
     for task in tasks:
@@ -119,7 +120,7 @@ async def check_data(data: str, overrides: Sequence[str]) -> DataReport:
         f"{first.source_line}, and the problem is the same"
         for first, second in find_conflicts(tasks, env=settings.env.name)
     ]
-    await console.in_thread(_render, report, tasks, settings)
+    await in_command_thread(_render, report, tasks, settings)
     report.problems += map(str, await bad_references(settings.reward, tasks))
     return report
 

@@ -17,10 +17,10 @@ import pydantic
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
 from agentloop.cli import console
-from agentloop.cli.machine import examine, report
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, ModelError, RequestError
 from agentloop.inference.sglang.parser_probe import calls_found_by_sglang
+from agentloop.launch.machine import examine, report
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 

@@ -15,12 +15,12 @@ import anyio.to_thread
 
 from agentloop.agent.mcp import mcp_servers
 from agentloop.agent.named_tools import imported_tools
-from agentloop.cli import console
-from agentloop.cli.environment_settings import EnvironmentRunSettings
+from agentloop.agent.threads import in_command_thread
 from agentloop.environments.environment import Environment
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError
+from agentloop.launch.settings import EnvironmentRunSettings
 from agentloop.sandbox import SandboxError
 from agentloop.training.run.folder import require_new
 
@@ -90,12 +90,12 @@ async def check_start(
             await grader.ready()
     is_open = False
     with findings.of("refused"):
-        loaded = await console.in_thread(
+        loaded = await in_command_thread(
             lambda: [environment.load() for environment in s.environments]
         )
-        await console.in_thread(imported_tools, s.tools)
+        await in_command_thread(imported_tools, s.tools)
         if not lacking:
-            tasks = await console.in_thread(open_tasks, loaded)
+            tasks = await in_command_thread(open_tasks, loaded)
             is_open = True
             await s.check_references(tasks)
     with findings.of("missing"):

@@ -12,9 +12,6 @@ from functools import partial
 import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.cli.environment_settings import AskSettings
-from agentloop.cli.machine import require_servers
-from agentloop.cli.without_servers import open_endpoint, open_tools
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.player import PlayerHost
@@ -22,6 +19,9 @@ from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.events import Emit
 from agentloop.inference.openai_client import EndpointSettings
+from agentloop.launch.machine import require_servers
+from agentloop.launch.settings import AskSettings
+from agentloop.launch.without_servers import open_endpoint, open_tools
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Progress, Runtime

@@ -15,14 +15,15 @@ import anyio.to_thread
 
 from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.cli import console
-from agentloop.cli.sft import require_learner
-from agentloop.cli.train_settings import TrainSettings, learner_settings
 from agentloop.config import load_settings
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.plan.settings import TrainSettings, learner_settings
 from agentloop.training.recovery.learner_record import LearnerRecord
 from agentloop.training.recovery.replay import Replay, ReplayedStep, Replayer
 from agentloop.training.run.folder import config_of
 from agentloop.training.run.token_difference import TokenDifferences
+from agentloop.training.sft.run import require_learner
 
 __all__ = ["replay", "step_range"]
 
@@ -41,7 +42,7 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
         settings = settings.model_copy(update={"model": str(run / "sft" / "model")})
     require_learner(settings.learner)
     changed: list[str] = []
-    with console.ProgressLine("Reading the journal") as progress:
+    with ProgressLine("Reading the journal") as progress:
 
         @asynccontextmanager
         async def start(record: LearnerRecord) -> AsyncIterator[Replayer]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from agentloop.cli.resource_plan import Plan, num_trained
-from agentloop.cli.train_settings import lends_memory
-from agentloop.cli.units import amount, number, size
+from agentloop.launch.units import amount, number, size
+from agentloop.training.plan.resources import Plan, num_trained
+from agentloop.training.plan.settings import lends_memory
 from agentloop.training.run.status import count_of
 
 __all__ = ["report"]

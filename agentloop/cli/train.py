@@ -13,16 +13,17 @@ from pathlib import Path
 
 from agentloop.cli import console
 from agentloop.cli.replay import replay, step_range
-from agentloop.cli.respawn import is_child, run_with_restarts
 from agentloop.cli.sft import load_run_settings
-from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_dry_run import print_plan
-from agentloop.cli.train_settings import TrainSettings
 from agentloop.errors import SettingsError
+from agentloop.launch.progress import ProgressLine
+from agentloop.training.plan.checks import check_settings, require_machine
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.recovery.position import Phase, Position, Stages, display_path
+from agentloop.training.recovery.respawn import is_child, run_with_restarts
 from agentloop.training.wiring import train
 
-__all__ = ["TrainSettings", "main", "train"]
+__all__ = ["main"]
 
 _QUESTION = "What is 37 times 48?"
 
@@ -141,7 +142,7 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
     if settings.sft is not None:
         settings.sft.data.require_files()
     require_machine(settings)
-    with console.ProgressLine("Starting to train") as progress:
+    with ProgressLine("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         see, question = (
             ("Watch it act", "") if settings.env.name else ("Ask its model", f' "{_QUESTION}"')

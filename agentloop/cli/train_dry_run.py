@@ -9,16 +9,17 @@ import anyio
 import anyio.to_thread
 
 from agentloop.cli import console
-from agentloop.cli.cluster import plan_on_cluster
 from agentloop.cli.dry_run import Findings, check_start
-from agentloop.cli.resource_plan import plan
 from agentloop.cli.resource_report import report
-from agentloop.cli.sft_stage import check_teachers
-from agentloop.cli.train_checks import check_settings, require_machine
-from agentloop.cli.train_settings import TrainSettings, fine_tuning
 from agentloop.environments.environment import Environment
 from agentloop.environments.tasks.sources import Task
+from agentloop.launch.progress import ProgressLine
+from agentloop.training.plan.checks import check_settings, require_machine
+from agentloop.training.plan.cluster import plan_on_cluster
+from agentloop.training.plan.resources import plan
+from agentloop.training.plan.settings import TrainSettings, fine_tuning
 from agentloop.training.run.status import count_of
+from agentloop.training.sft.stage import check_teachers
 from agentloop.training.wiring import open_tasks
 
 __all__ = ["print_plan"]
@@ -92,7 +93,7 @@ async def _check(
     if s.sft is not None and is_open and is_new:
         with findings.of("missing"):
             s.sft.data.require_files()
-            with findings.of("refused"), console.ProgressLine("Planning", after_s=2) as progress:
+            with findings.of("refused"), ProgressLine("Planning", after_s=2) as progress:
                 before = fine_tuning(s)
                 assert before is not None
                 await before.check_dialogues(progress)

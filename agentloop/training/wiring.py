@@ -27,22 +27,9 @@ import anyio.to_thread
 
 from agentloop.agent.named_tools import imported_tools
 from agentloop.agent.rollout import Budget
+from agentloop.agent.threads import in_command_thread
 from agentloop.aio import exempt_from_collection
 from agentloop.analysis.plots import plot_runs
-from agentloop.cli.cluster import OnCluster, on_cluster
-from agentloop.cli.console import ProgressLine, in_thread
-from agentloop.cli.respawn import tell_run
-from agentloop.cli.run_dashboard import RunDashboard
-from agentloop.cli.sft import model_folder
-from agentloop.cli.sft_stage import FineTuning, check_teachers
-from agentloop.cli.train_checks import check_settings
-from agentloop.cli.train_settings import (
-    TrainSettings,
-    fine_tuning,
-    learner_settings,
-    lends_memory,
-    with_memory_saver,
-)
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
@@ -52,6 +39,7 @@ from agentloop.errors import RunFolderError
 from agentloop.events import Emit
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
 from agentloop.observe.watchdog import WatchdogSettings, watching
@@ -70,16 +58,29 @@ from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import LoopSettings, StageSettings
 from agentloop.training.loop.steps import Steps
 from agentloop.training.loop.training_loop import TrainingLoop
+from agentloop.training.plan.checks import check_settings
+from agentloop.training.plan.cluster import OnCluster, on_cluster
+from agentloop.training.plan.settings import (
+    TrainSettings,
+    fine_tuning,
+    learner_settings,
+    lends_memory,
+    with_memory_saver,
+)
 from agentloop.training.recovery.learner_record import LearnerRecord, record_learner
 from agentloop.training.recovery.position import telling_how_to_continue
+from agentloop.training.recovery.respawn import tell_run
 from agentloop.training.recovery.resume import load_newest
 from agentloop.training.recovery.undo import finish_undo, undo
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run.collapse import CollapseSettings
 from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import RunControl
+from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder, config_of
 from agentloop.training.run.status import count_of
+from agentloop.training.sft.run import model_folder
+from agentloop.training.sft.stage import FineTuning, check_teachers
 from agentloop.training.teacher_client import open_teacher
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
@@ -190,13 +191,13 @@ async def train(
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     environments = settings.environments
-    loaded = await in_thread(lambda: [environment.load() for environment in environments])
-    await in_thread(imported_tools, settings.tools)  # before there is a run's folder
+    loaded = await in_command_thread(lambda: [environment.load() for environment in environments])
+    await in_command_thread(imported_tools, settings.tools)  # before there is a run's folder
     if settings.sft is not None:
         check_teachers(settings.sft.data, environments, loaded)
     open_at = partial(open_tasks, settings, loaded)
     if resume is None:
-        tasks = await in_thread(open_at)
+        tasks = await in_command_thread(open_at)
         await settings.check_references(tasks.listed())
     async with (
         _open_folder(settings, config, resume) as folder,
@@ -213,7 +214,7 @@ async def train(
                 settings.credit.check_resumed(before.credit)
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
-            tasks = await in_thread(open_at, (await queue.cursor()).get("tasks"))
+            tasks = await in_command_thread(open_at, (await queue.cursor()).get("tasks"))
             if from_step is not None:
                 await undo(folder, queue, from_step)
                 if (cursor := (await queue.cursor()).get("tasks")) is not None:
@@ -398,7 +399,9 @@ async def rollouts_of(
     Takes the options of `Rollouts`, too.
     """
     # On a node of a cluster, this imports them.
-    loaded = await in_thread(lambda: [environment.load() for environment in plan.environments])
+    loaded = await in_command_thread(
+        lambda: [environment.load() for environment in plan.environments]
+    )
     async with (
         set_up(loaded),
         Grader(plan.reward, pool=runtime.pool) as grader,

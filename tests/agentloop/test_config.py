@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.cli.train import TrainSettings
 from agentloop.config import (
     describe_settings,
     load_known,
@@ -22,6 +21,7 @@ from agentloop.config import (
 )
 from agentloop.errors import SettingsError
 from agentloop.serving.access import ServeSettings
+from agentloop.training.plan.settings import TrainSettings
 
 
 class Server(pydantic.BaseModel):

@@ -10,9 +10,9 @@ import pytest
 
 from agentloop import distribution
 from agentloop.__main__ import main
-from agentloop.cli.machine import examine
 from agentloop.distribution import NAME, install_hint, require, version
 from agentloop.errors import SettingsError
+from agentloop.launch.machine import examine
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

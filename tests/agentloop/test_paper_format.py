@@ -10,11 +10,11 @@ import pytest
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.named_tools import resolved_tools
 from agentloop.agent.rollout import Rollout
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import load
 from agentloop.environments.tasks.sources import Task
 from agentloop.sandbox import CallError, CallResult, CallStatus, Pool
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import Message
 from tests.agentloop.test_recipes import END_OF_TEXT, FOLDER, like_qwen3_base
 from tests.support import END, ScriptedEngine, call_text, chunks, written

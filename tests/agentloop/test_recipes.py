@@ -12,13 +12,13 @@ import pytest
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
-from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.resource_plan import Machine, Plan, plan
-from agentloop.cli.sft import SftSettings
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.errors import DataError, SettingsError
+from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.training.plan.resources import Machine, Plan, plan
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.sft import Dialogue, trajectories_of
+from agentloop.training.sft.run import SftSettings
 from tests.support import END, TEMPLATE, template, tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ import pydantic
 import pytest
 from pydantic_core import to_jsonable_python
 
-from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.sft import SftSettings
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
+from agentloop.evaluation.wiring import EvaluateSettings
+from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.sft.run import SftSettings
 from tests.agentloop.test_recipes import FOLDER, ROOT
 
 COMMANDS: dict[str, type[pydantic.BaseModel]] = {

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agentloop.cli.train_checks import check_settings
-from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
+from agentloop.training.plan.checks import check_settings
+from agentloop.training.plan.settings import TrainSettings
 from bench import gpu, gpu_servers, handover
 from bench.gpu_model import FULL, TINY, Setup
 

@@ -15,13 +15,13 @@ import torch
 
 from agentloop.__main__ import main
 from agentloop.analysis.entropy import score
-from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.learner.batch import Batch
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory, Turn, TurnEnd, VersionSpan
 from tests.learner import plain

@@ -9,10 +9,10 @@ import datasets
 import pytest
 
 from agentloop.cli.data_check import check_data
-from agentloop.cli.environment_settings import AskSettings
-from agentloop.cli.evaluate import EvaluateSettings, tasks_of
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import TaskSource
+from agentloop.evaluation.wiring import EvaluateSettings, tasks_of
+from agentloop.launch.settings import AskSettings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 

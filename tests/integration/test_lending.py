@@ -13,14 +13,15 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agentloop.cli.console import ProgressLine
-from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.inference.processes.supervise import ServerProcess
 from agentloop.inference.sglang.control import ControlClient
+from agentloop.launch.progress import ProgressLine
 from agentloop.training import wiring
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.protocol import StepRequest
+from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.wiring import train
 from tests.integration.test_train import RECIPE, Said, coin
 from tests.support import eventually
 

@@ -20,12 +20,11 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, expect
 
 from agentloop.agent.rollout import Budget
-from agentloop.cli import console
-from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.rollouts.player import AgentPlayer
 from agentloop.rollouts.request import GroupRequest, Purpose
@@ -37,6 +36,7 @@ from agentloop.serving.app import AgentService, listening
 from agentloop.serving.listen import bind
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
+from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -268,7 +268,7 @@ async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
     """A training run's page, with one rollout that goes on."""
     lines: list[str] = []
     progress = SimpleNamespace(line="", say=lines.append, status=RunStatus("stage", 3, 10, "Waits"))
-    dashboard = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
+    dashboard = RunDashboard(RunFolder(folder, ""), cast(ProgressLine, progress))
     async with dashboard.serve_page(ServeSettings(port=0)):
         dashboard.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
         yield lines[0].split()[2], dashboard

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from agentloop.cli.cluster import ClusterPlan, nodes_from
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.plan.cluster import ClusterPlan, nodes_from
+from agentloop.training.plan.settings import TrainSettings
 from tests.patience import patient
 
 pytestmark = [

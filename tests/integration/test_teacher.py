@@ -20,12 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.models import SMALL
 from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.teacher_client import open_teacher
+from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory, Turn
 from tests.integration.test_train import Said
 

@@ -9,12 +9,13 @@ from typing import cast
 import pytest
 
 from agentloop.cli.chat import settings_of
-from agentloop.cli.console import ProgressLine
 from agentloop.cli.replay import replay
-from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
+from agentloop.launch.progress import ProgressLine
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.status import RunStatus
+from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory
 from tests.integration.quickstart import QuickStart
 

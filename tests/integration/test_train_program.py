@@ -11,11 +11,12 @@ import openai
 import pytest
 
 import agentloop
-from agentloop.cli.console import ProgressLine
-from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
+from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox.engine import connect
+from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory
 from tests.integration.test_programs import containers
 from tests.integration.test_train import RECIPE, Said

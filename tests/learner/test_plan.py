@@ -10,11 +10,11 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 
 import torch
 
-from agentloop.cli.resource_plan import ModelShape, learner_memory
 from agentloop.learner.attention import PACKED, arguments, register
 from agentloop.learner.batch import PackedSegment
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.plan.resources import ModelShape, learner_memory
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]  # torch's import takes its time
 

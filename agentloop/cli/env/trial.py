@@ -21,18 +21,20 @@ from rich.markup import escape
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
+from agentloop.agent.threads import in_command_thread
 from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
-from agentloop.cli.evaluate import tasks_of
 from agentloop.cli.playing import PlaySettings, check_player, playing
 from agentloop.config import load_settings
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
+from agentloop.evaluation.wiring import tasks_of
 from agentloop.events import Event, RolloutFinished, RolloutStarted
+from agentloop.launch.progress import ProgressLine
 from agentloop.observe.watchdog import Heartbeat, watch_lag
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.request import GroupRequest
@@ -137,11 +139,11 @@ async def _try(name: str, arguments: list[str], has_oracle: bool) -> int:
     named = [f"env.name={json.dumps(name)}", *(["env.args.oracle=true"] if has_oracle else [])]
     settings = load_settings(TrySettings, files, [*overrides, *named])
     environment = RunEnvironment("", settings.env, settings.tasks)
-    tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
+    tasks = await in_command_thread(tasks_of, environment, settings.num_rollouts)
     if not has_oracle:
         check_player(settings)
     trials = [_Trial(task) for task in tasks]
-    with console.ProgressLine("Starting the agent") as progress:
+    with ProgressLine("Starting the agent") as progress:
         async with playing(settings, progress, has_oracle=has_oracle) as (groups_of, chat):
             progress(f"Running {count_of(len(trials), 'rollout')}")
 

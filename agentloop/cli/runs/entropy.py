@@ -33,6 +33,7 @@ from agentloop.config import load_known, load_settings
 from agentloop.distribution import require
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL, not_a_model
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.client import start_learner
@@ -83,7 +84,7 @@ async def _score_groups(
     groups: Mapping[int, Sequence[Trajectory]],
     settings: EntropySettings,
     weights: Path,
-    progress: console.ProgressLine,
+    progress: ProgressLine,
 ) -> list[ScoredRollout]:
     require("train", {"torch": "entropies", "deepspeed": "entropies"})
     longest = max(len(rollout.ids) for rollouts in groups.values() for rollout in rollouts)
@@ -247,7 +248,7 @@ async def _entropy(options: argparse.Namespace) -> int:
     run = options.run.expanduser()
     base = load_known(EntropySettings, config_of(run))
     settings = load_settings(EntropySettings, (), options.settings, base=base)
-    with console.ProgressLine("Reading the rollouts") as progress:
+    with ProgressLine("Reading the rollouts") as progress:
         weights = _weights_of(run, settings, options.weights)
         groups = await anyio.to_thread.run_sync(last_rollouts, run, options.groups)
         scored = await _score_groups(groups, settings, weights.absolute(), progress)

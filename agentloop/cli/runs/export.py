@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.models.folder import INDEX, MANIFEST, copy_others, tensor_files, true_config
 from agentloop.plain_json import JsonObject
 
@@ -312,7 +313,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print what was exported as JSON")
     options = parser.parse_args(arguments)
     try:
-        with console.ProgressLine("Checking and writing the weights", after_s=2.0):
+        with ProgressLine("Checking and writing the weights", after_s=2.0):
             model = export(options.source, options.out, dtype=options.dtype, step=options.step)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ import anyio.to_thread
 from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summarize
 from agentloop.cli import console
 from agentloop.errors import RunFolderError
+from agentloop.launch.progress import ProgressLine
 from agentloop.rollouts.metrics import mean, percent
 
 __all__ = ["main"]
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _ls(folder: Path, *, as_json: bool) -> int:
-    with console.ProgressLine("Looking for runs", after_s=_PATIENCE_S) as progress:
+    with ProgressLine("Looking for runs", after_s=_PATIENCE_S) as progress:
 
         def look() -> list[RunSummary]:
             if folder == _DEFAULT_FOLDER and not folder.exists():

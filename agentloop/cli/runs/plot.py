@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from agentloop.analysis.plots import PANELS, plot_runs
 from agentloop.cli import console
+from agentloop.launch.progress import ProgressLine
 
 __all__ = ["main"]
 
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _plot(runs: list[Path], out: Sequence[Path], panels: Sequence[str]) -> int:
-    with console.ProgressLine("Drawing", after_s=2.0):
+    with ProgressLine("Drawing", after_s=2.0):
         problems = await anyio.to_thread.run_sync(partial(plot_runs, runs, *out, what=panels))
     for path in out:
         print(path)

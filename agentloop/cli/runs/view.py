@@ -20,6 +20,7 @@ from agentloop.cli import console
 from agentloop.config import load_known, load_settings, with_values
 from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, RunFolderError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.archive import Archive
 from agentloop.observe.bottleneck import ServedOn, served_on
@@ -132,7 +133,7 @@ async def _view(run: Path, arguments: list[str]) -> int:
 
 
 async def _export(run: Path, out: Path, num_rollouts: int) -> int:
-    with console.ProgressLine(f"Reading {run}", after_s=2.0) as progress:
+    with ProgressLine(f"Reading {run}", after_s=2.0) as progress:
         archive = await _open_archive(run)
         frame = await archive.frame()
         bodies: dict[str, object] = {"api/frame": frame, "api/runs": {"runs": []}}
@@ -156,7 +157,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
 
 
 async def _export_trace(run: Path, out: Path) -> int:
-    with console.ProgressLine(f"Reading {run}", after_s=2.0):
+    with ProgressLine(f"Reading {run}", after_s=2.0):
         frame = await (await _open_archive(run)).frame()
         trace = await anyio.to_thread.run_sync(trace_of, frame)
     await _write(dumps(trace).decode(), out, "--perfetto")

@@ -1,8 +1,8 @@
 """Pure: decides whether and when something that died is restarted.
 
 Servers (inference/processes/keep_alive.py), the learner (training/recovery/resume.py) and a
-training process that was killed (cli/respawn.py) all follow it. Time is passed in as `now_s`, on
-any monotonic clock.
+training process that was killed (training/recovery/respawn.py) all follow it. Time is passed in as
+`now_s`, on any monotonic clock.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Processes with the same `block` share a node: the trainer with the ranks that it
 the ranks of each further learner node. A block goes where it leaves the most GPUs for the servers
 after it; what needs no GPU is spread over the nodes. A runtime has its servers and its sandbox on
 its node. Not covered: the memory of GPUs
-(cli/resource_plan.py), and servers that are larger than a node.
+(training/plan/resources.py), and servers that are larger than a node.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from agentloop.analysis.run_list import RunKind, RunState, find_runs, summarize
-from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.sft import SftSettings
-from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
+from agentloop.evaluation.wiring import EvaluateSettings
 from agentloop.training.loop.settings import StageSettings
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.sft import DialoguesSettings
+from agentloop.training.sft.run import SftSettings
 
 TRAIN = to_toml(TrainSettings())  # of 10 steps
 SFT = to_toml(SftSettings(data=DialoguesSettings(paths=[Path("dialogues.jsonl")])))

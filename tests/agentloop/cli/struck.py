@@ -103,12 +103,12 @@ def _fill(ballast: Path) -> None:
 
 def live(arguments: list[str]) -> int:
     """Run `agentloop train` as a parent or as its child, which strikes itself."""
-    from agentloop.cli import sft_stage
     from agentloop.cli import train as train_module
     from agentloop.inference.processes import supervise
     from agentloop.training import wiring
     from agentloop.training.learner_client import client
     from agentloop.training.loop import batch_trainer, held_out, stages
+    from agentloop.training.sft import stage as sft_stage
 
     parts: Any = train_module
     run_with_restarts = parts.run_with_restarts

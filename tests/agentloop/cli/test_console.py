@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentloop.agent.threads import in_command_thread
 from agentloop.cli import console
 from agentloop.cli.console import (
     Lines,
-    ProgressLine,
     add_settings_arguments,
     interruptible,
     print_table,
@@ -35,6 +35,7 @@ from agentloop.cli.console import (
     split_settings,
 )
 from agentloop.errors import RunFolderError, ServerError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run.status import RunStatus
 from tests.patience import patient
@@ -307,7 +308,7 @@ def test_signal_ends_a_command_whose_thread_hangs() -> None:
         return 0
 
     try:
-        assert console.run(lambda: console.in_thread(hang)) == 130
+        assert console.run(lambda: in_command_thread(hang)) == 130
         assert threads[0].daemon  # the process does not wait for it either
     finally:
         release.set()

@@ -15,9 +15,10 @@ import httpx
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from agentloop.cli import console
-from agentloop.cli.evaluate import EvaluateSettings, chosen_tasks, evaluate, main
+from agentloop.cli.evaluate import main
 from agentloop.config import load_settings
+from agentloop.evaluation.wiring import EvaluateSettings, chosen_tasks, evaluate
+from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.status import RunStatus
 from tests.agentloop.cli import played
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
@@ -210,7 +211,7 @@ def test_page_is_not_served_where_the_endpoint_should_be(
 def test_model_is_not_evaluated_without_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentloop.cli.machine.is_installed", lambda module: False)
+    monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
     assert main([f"run.folder='{tmp_path}/runs'"]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
@@ -272,7 +273,7 @@ async def test_progress_is_shown(tmp_path: Path) -> None:
     progress = RecordedProgress()
     async with FakeEndpoint().serving() as fake:
         overrides = overrides_for(fake, tmp_path, "tasks.kind=jsonl", f'tasks.paths=["{file}"]')
-        await evaluate(settings_with(*overrides), cast(console.ProgressLine, progress))
+        await evaluate(settings_with(*overrides), cast(ProgressLine, progress))
     last = progress.statuses[-1]
     assert (last.step, last.num_steps, last.unit) == (3, 3, "task")
     assert last.values["avg@4"].startswith("0.667 [")
@@ -288,7 +289,7 @@ async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = settings_with(*overrides_for(fake, tmp_path, *more))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(evaluate, settings, cast(console.ProgressLine, progress))
+            tasks.start_soon(evaluate, settings, cast(ProgressLine, progress))
             await eventually(lambda: fake.num_in_flight == 8)
             (line,) = [line for line in progress.lines if line.startswith("Watch it: ")]
             async with httpx.AsyncClient(base_url=line.split()[2], trust_env=False) as http:

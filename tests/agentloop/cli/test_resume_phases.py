@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from agentloop.distribution import is_installed
 from agentloop.errors import SettingsError
+from agentloop.training.plan.settings import TrainSettings
 from tests.agentloop.cli.struck import PHASES, WAYS
 from tests.patience import patient
 

@@ -17,14 +17,16 @@ import anyio
 import pytest
 
 import agentloop.cli.sft
+import agentloop.training.sft.run
 from agentloop.__main__ import main
-from agentloop.cli.sft import SftSettings, load_run_settings, sft
-from agentloop.cli.train import TrainSettings
+from agentloop.cli.sft import load_run_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.models import SMALL
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder, checkpoints_in
 from agentloop.training.run.status import RunStatus
+from agentloop.training.sft.run import SftSettings, sft
 from tests.support import eventually
 
 RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
@@ -234,8 +236,8 @@ async def test_stopped_run_prints_the_command_to_resume_it(
         await anyio.sleep_forever()
         raise AssertionError
 
-    monkeypatch.setattr(agentloop.cli.sft, "learner_of", lambda *_: nullcontext())
-    monkeypatch.setattr(agentloop.cli.sft, "imitate", imitate)
+    monkeypatch.setattr(agentloop.training.sft.run, "learner_of", lambda *_: nullcontext())
+    monkeypatch.setattr(agentloop.training.sft.run, "imitate", imitate)
     monkeypatch.chdir(tmp_path)
     settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "one"))
     async with anyio.create_task_group() as tasks:

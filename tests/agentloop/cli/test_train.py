@@ -19,10 +19,7 @@ import pytest
 import agentloop
 from agentloop.cli import console
 from agentloop.cli import train as train_module
-from agentloop.cli.sft_stage import check_teachers
-from agentloop.cli.train import TrainSettings, main, train
-from agentloop.cli.train_checks import check_settings
-from agentloop.cli.train_settings import learner_settings
+from agentloop.cli.train import main
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
 from agentloop.environments.examples.guess_number import guess
@@ -30,13 +27,17 @@ from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, DataError, RunFolderError, SettingsError
 from agentloop.events import ignore
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.plan.checks import check_settings
+from agentloop.training.plan.settings import TrainSettings, learner_settings
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus
-from agentloop.training.wiring import RolloutPlan, rollouts_of
+from agentloop.training.sft.stage import check_teachers
+from agentloop.training.wiring import RolloutPlan, rollouts_of, train
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
 from tests.patience import patient
@@ -373,7 +374,7 @@ def test_run_without_its_journal_is_one_line_on_the_command_line(
 def test_all_that_is_missing_is_named_in_the_order_of_its_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentloop.cli.machine.is_installed", lambda module: False)
+    monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
     assert main(["--restarts", "0"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
@@ -452,7 +453,7 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
         tasks = TaskSource.open(settings.tasks)
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
     changed_settings = load_settings(TrainSettings, overrides=[*usual, changed])
-    with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=reason):
+    with ProgressLine("") as progress, pytest.raises(AgentLoopError, match=reason):
         await train(changed_settings, progress, resume=run, from_step=from_step)
     assert (run / "config.toml").read_text() == to_toml(settings)
 
@@ -566,9 +567,7 @@ async def test_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Pa
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     progress = RecordedProgress()
     async with server.serving():
-        folder = await train(
-            played_settings(tmp_path, server), cast(console.ProgressLine, progress)
-        )
+        folder = await train(played_settings(tmp_path, server), cast(ProgressLine, progress))
     assert folder == tmp_path / "my runs" / "first"
     assert [path.name for path in (folder / "weights").iterdir()] == ["0"]  # nothing was learned
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
@@ -604,7 +603,7 @@ async def test_stopped_run_prints_the_command_to_resume_it(
 
     async with server.serving(), anyio.create_task_group() as tasks:
         tasks.start_soon(stop, tasks.cancel_scope)
-        await train(played_settings(tmp_path, server), cast(console.ProgressLine, progress))
+        await train(played_settings(tmp_path, server), cast(ProgressLine, progress))
     assert progress.lines[-1] == (
         f"Stopped; there is {checkpoint}. Continue with: agentloop train --resume '{folder}'"
     )
@@ -637,13 +636,13 @@ async def test_rank_that_dies_while_rollouts_go_on_is_started_again(
         settings = settings.model_copy(update={"ranks": ranks})
         tasks.start_soon(kill)
         if max_restarts:
-            folder = await train(settings, cast(console.ProgressLine, progress))
+            folder = await train(settings, cast(ProgressLine, progress))
             metrics = (folder / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
             assert any("was lost; restarting it" in line for line in progress.lines)
         else:
             with pytest.raises(learner.LearnerError, match="exit status 137"):
-                await train(settings, cast(console.ProgressLine, progress))
+                await train(settings, cast(ProgressLine, progress))
     assert pids_of(played_rank) == []
 
 
@@ -658,7 +657,7 @@ async def test_run_of_two_environments(tmp_path: Path, played_rank: Path) -> Non
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     async with server.serving():
         settings = played_settings(tmp_path, server, ENVS, "loop.prompts_per_step=3")
-        folder = await train(settings, cast(console.ProgressLine, RecordedProgress()))
+        folder = await train(settings, cast(ProgressLine, RecordedProgress()))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "reward" in row]
     numbers = [

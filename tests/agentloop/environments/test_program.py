@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import EnvSettings, load
 from agentloop.environments.program import ProgramSettings, program
@@ -25,6 +24,7 @@ from agentloop.sandbox import (
     ProgramUnsupported,
     SandboxUnavailable,
 )
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 from tests.model_session import ASK, SessionAgent, model_session
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import agentloop
 from agentloop.agent.rollout import Budget
-from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import EnvSettings, load, open_tasks
 from agentloop.environments.examples.python_math import python_math
@@ -34,6 +33,7 @@ from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import CallResult, CallStatus, Pool
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import END, call_text, chat_format, chunks, written

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import agentloop
-from agentloop.cli.evaluate import tasks_of
 from agentloop.environments.environment import EnvSettings, load, open_tasks, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import DataError, SettingsError
+from agentloop.evaluation.wiring import tasks_of
 
 ROWS = [{"prompt": f"Question {number}?", "answer": number} for number in range(6)]
 HERE = "tests.agentloop.environments.test_task_sets"

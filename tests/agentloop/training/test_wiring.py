@@ -6,12 +6,12 @@ import pickle
 from pathlib import Path
 
 from agentloop.agent.rollout import Budget
-from agentloop.cli.train_checks import check_settings
-from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
 from agentloop.rollouts.request import GroupRequest, Purpose
+from agentloop.training.plan.checks import check_settings
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.wiring import RolloutPlan, RunPlan
 
 

@@ -153,7 +153,7 @@ def test_mistakes_are_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.cli.playing.Runtime", None)
-    monkeypatch.setattr("agentloop.cli.machine.is_installed", lambda name: name != "sglang")
+    monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda name: name != "sglang")
     assert main(["env", "try", f"{HERE}:two_talks"]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
     assert main(["env", "try", "no_such_module:f"]) == 2

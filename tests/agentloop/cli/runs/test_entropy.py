@@ -14,13 +14,13 @@ import pytest
 from agentloop import distribution
 from agentloop.__main__ import main
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.runs import entropy as analyze
-from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
+from agentloop.evaluation.wiring import EvaluateSettings
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import LearnerProcesses
 from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import (
     ToolCall,

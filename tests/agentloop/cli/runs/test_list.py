@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agentloop.__main__ import main
 from agentloop.cli.runs.list import age, size
-from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder
 
 

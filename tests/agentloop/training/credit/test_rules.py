@@ -374,7 +374,7 @@ def test_invalid_arguments_are_named(args: dict[str, Any], message: str) -> None
 
 
 def test_short_form(tmp_path: Path) -> None:
-    from agentloop.cli.train import TrainSettings
+    from agentloop.training.plan.settings import TrainSettings
 
     file = tmp_path / "recipe.toml"
     file.write_text('credit = "per_turn"\n')

@@ -19,7 +19,6 @@ import pytest
 
 from agentloop.agent.formats.values import decode_call
 from agentloop.analysis.run_list import RunState, summarize
-from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
@@ -34,6 +33,7 @@ from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.loop.staleness import Slots
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import (
     StopReason,
     ToolCall,

@@ -14,13 +14,13 @@ import anyio.to_thread
 import pytest
 
 from agentloop.analysis.run_list import RunState, summarize
-from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.observe.stalls import Stalls
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import LoopSettings, StageSettings
 from agentloop.training.loop.training_loop import LoopView, TrainingLoop
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.status import Unwatched
 from agentloop.training.weight_sync import loop as weight_sync_loop
 from agentloop.trajectory import (

@@ -7,10 +7,8 @@ from typing import Annotated
 import pydantic
 
 from agentloop.agent.rollout import Budget
-from agentloop.cli.environment_settings import EnvironmentRunSettings
-from agentloop.cli.sft import model_folder
-from agentloop.cli.sft_stage import FineTuning, SftStageSettings
 from agentloop.inference.cpu import has_accelerator
+from agentloop.launch.settings import EnvironmentRunSettings
 from agentloop.models import SMALL
 from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
@@ -22,6 +20,8 @@ from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings
 from agentloop.training.loop.settings import LoopSettings, StageSettings
 from agentloop.training.run.collapse import CollapseSettings
+from agentloop.training.sft.run import model_folder
+from agentloop.training.sft.stage import FineTuning, SftStageSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 
 __all__ = [

@@ -25,21 +25,13 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
-from agentloop.cli import console
-from agentloop.cli.run_dashboard import RunDashboard
-from agentloop.cli.sft import (
-    DialogueTraining,
-    check_named,
-    imitate,
-    learner_of,
-    model_folder,
-    samples_of,
-)
-from agentloop.cli.without_servers import open_tools
+from agentloop.agent.threads import in_command_thread
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.errors import DataError, SettingsError
+from agentloop.launch.progress import ProgressLine
+from agentloop.launch.without_servers import open_tools
 from agentloop.models import SMALL
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.rollouts.scripted import PlayedRollout, play_teacher
@@ -52,6 +44,7 @@ from agentloop.training.learner_client.settings import (
     SftLearnerSettings,
 )
 from agentloop.training.loop.settings import LoopSettings
+from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import count_of
 from agentloop.training.sft import (
@@ -63,6 +56,14 @@ from agentloop.training.sft import (
     SupervisedSettings,
     read_dialogues,
     trajectories_of,
+)
+from agentloop.training.sft.run import (
+    DialogueTraining,
+    check_named,
+    imitate,
+    learner_of,
+    model_folder,
+    samples_of,
 )
 
 __all__ = [
@@ -204,7 +205,7 @@ class FineTuning:
     budget: Budget
 
     async def make_start_model(
-        self, dashboard: RunDashboard, progress: console.ProgressLine, spawn: Spawn
+        self, dashboard: RunDashboard, progress: ProgressLine, spawn: Spawn
     ) -> Path:
         """Make the model that the rollouts start from, unless it exists, and return its folder."""
         folder = dashboard.folder
@@ -231,7 +232,7 @@ class FineTuning:
         return made
 
     async def add_teacher_dialogues(
-        self, folder: RunFolder, progress: console.ProgressLine
+        self, folder: RunFolder, progress: ProgressLine
     ) -> DialoguesSettings:
         """Return the data with a file of what the environments' teachers have played, if any do.
 
@@ -271,7 +272,7 @@ class FineTuning:
             await anyio.to_thread.run_sync(folder.write, _TEACHER, text)
         return data.model_copy(update={"paths": [*data.paths, file], "teacher": 0})
 
-    async def check_dialogues(self, progress: console.ProgressLine) -> None:
+    async def check_dialogues(self, progress: ProgressLine) -> None:
         """Check one dialogue of each source against the model's chat template.
 
         The teacher of an environment plays a rollout for it.
@@ -299,7 +300,7 @@ class FineTuning:
         await self._play_games(1, check, None, progress)
 
     async def _load(self) -> list[Environment | None]:
-        return await console.in_thread(
+        return await in_command_thread(
             lambda: [environment.load() for environment in self.environments]
         )
 
@@ -313,7 +314,7 @@ class FineTuning:
         num_rollouts: int,
         on_played: Callable[[int, PlayedRollout], Awaitable[None]],
         log_dir: Path | None,
-        progress: console.ProgressLine,
+        progress: ProgressLine,
     ) -> None:
         """Let the environments' teachers play rollouts, one after the other."""
         seed = self.training.data.seed
@@ -348,12 +349,12 @@ class FineTuning:
                 )
                 await on_played(number, played)
 
-    async def _check_dialogue(self, row: JsonObject, progress: console.ProgressLine) -> None:
+    async def _check_dialogue(self, row: JsonObject, progress: ProgressLine) -> None:
         """Check a dialogue of a teacher against the model's chat template. Raises DataError."""
         dialogue = Dialogue(row["messages"], row["tools"], "the teacher's first rollout")
         await self._check_encoding(dialogue, progress)
 
-    async def _check_encoding(self, dialogue: Dialogue, progress: console.ProgressLine) -> None:
+    async def _check_encoding(self, dialogue: Dialogue, progress: ProgressLine) -> None:
         progress("Checking a dialogue against the chat template")
         model = model_folder(self.runtime.model or SMALL)
         chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.runtime.chat)

@@ -15,14 +15,14 @@ import anyio
 import anyio.abc
 import pytest
 
-from agentloop.cli import console
-from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.replicas import ServerView
+from agentloop.launch.progress import ProgressLine
 from agentloop.runtime import Runtime, Settings
 from agentloop.serving.access import ServeSettings
 from agentloop.serving.listen import bind
 from agentloop.training.loop.training_loop import TrainingLoop
+from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import Trajectory
@@ -140,7 +140,7 @@ async def dashboard(
     run, progress = RunFolder(folder / "run", ""), RecordedProgress()
     if before is not None:
         before(run)
-    run_dashboard = RunDashboard(run, cast(console.ProgressLine, progress), readers=readers)
+    run_dashboard = RunDashboard(run, cast(ProgressLine, progress), readers=readers)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
     async with run_dashboard.serve_page(settings), aiohttp.ClientSession() as http:
         match = re.search(r"(http://\S+)/ ", progress.lines[0])
@@ -186,7 +186,7 @@ async def test_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> N
     progress = RecordedProgress()
     folder = RunFolder(tmp_path / "run", "")
     run_dashboard = RunDashboard(
-        folder, cast(console.ProgressLine, progress), kind="sft", has_runtime=False
+        folder, cast(ProgressLine, progress), kind="sft", has_runtime=False
     )
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
     async with run_dashboard.serve_page(settings), aiohttp.ClientSession() as http:
@@ -258,7 +258,7 @@ async def test_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> None
 async def test_learner_that_is_busy_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentloop.cli.run_dashboard._SAVE_S", 0.02)
+    monkeypatch.setattr("agentloop.training.run.dashboard._SAVE_S", 0.02)
     async with dashboard(tmp_path) as at:
         at.begin()
         at.loop.is_busy = True
@@ -357,9 +357,7 @@ async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> 
     with bind(ServeSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         progress = RecordedProgress()
-        run_dashboard = RunDashboard(
-            RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, progress)
-        )
+        run_dashboard = RunDashboard(RunFolder(tmp_path / "run", ""), cast(ProgressLine, progress))
         async with run_dashboard.serve_page(ServeSettings(port=port)):
             assert f":{port}/" not in progress.lines[0]
 

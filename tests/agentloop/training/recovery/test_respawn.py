@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.cli.respawn import run_with_restarts
+from agentloop.training.recovery.respawn import run_with_restarts
 from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after th
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from agentloop.cli.respawn import tell_run
+from agentloop.training.recovery.respawn import tell_run
 
 folder = Path(sys.argv[1])
 with (folder / "lives").open("a") as lives:
@@ -148,7 +148,7 @@ def test_child_without_a_run_is_not_restarted(tmp_path: Path) -> None:
 def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process that waits for a child, which runs `child`."""
     waits = (
-        "import sys\nfrom agentloop.cli.respawn import run_with_restarts\n"
+        "import sys\nfrom agentloop.training.recovery.respawn import run_with_restarts\n"
         f"sys.exit(run_with_restarts([sys.executable, '-c', {child!r}], [], 3, print))"
     )
     command = [sys.executable, "-c", waits]
@@ -184,7 +184,7 @@ def test_child_that_was_asked_to_end_is_not_restarted(tmp_path: Path) -> None:
     child = f"""
 import os, signal, sys, time
 from pathlib import Path
-from agentloop.cli.respawn import tell_run
+from agentloop.training.recovery.respawn import tell_run
 with Path({str(tmp_path / "lives")!r}).open("a") as lives:
     lives.write("once\\n")
 tell_run(Path("run"))

@@ -26,8 +26,6 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.aio import task_group
-from agentloop.cli.resource_plan import Machine, plan, this_machine
-from agentloop.cli.train_settings import TrainSettings, fine_tuning, with_memory_saver
 from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.models import SMALL
@@ -56,6 +54,8 @@ from agentloop.training.cluster.rollout_host import OpenedRollouts, OpenRollouts
 from agentloop.training.cluster.runtimes import RemoteRuntimes, StartActor
 from agentloop.training.learner_client.client import learner_command
 from agentloop.training.learner_client.launch import RanksSettings, starts
+from agentloop.training.plan.resources import Machine, plan, this_machine
+from agentloop.training.plan.settings import TrainSettings, fine_tuning, with_memory_saver
 
 __all__ = [
     "ClusterPlan",

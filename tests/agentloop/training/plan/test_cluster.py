@@ -9,25 +9,26 @@ from typing import cast
 
 import pytest
 
-from agentloop.cli.cluster import (
+from agentloop.cli.train import main
+from agentloop.config import load_settings
+from agentloop.errors import SettingsError
+from agentloop.sandbox import PoolSettings
+from agentloop.training.cluster.placement import ClusterNode, PlacementError, ProcessKind
+from agentloop.training.cluster.ray_cluster import RayCluster
+from agentloop.training.plan.cluster import (
     ClusterPlan,
     cluster_problems,
     nodes_from,
     on_hosts,
     plan_when_placed,
 )
-from agentloop.cli.resource_plan import plan
-from agentloop.cli.train import TrainSettings, main
-from agentloop.config import load_settings
-from agentloop.errors import SettingsError
-from agentloop.sandbox import PoolSettings
-from agentloop.training.cluster.placement import ClusterNode, PlacementError, ProcessKind
-from agentloop.training.cluster.ray_cluster import RayCluster
+from agentloop.training.plan.resources import plan
+from agentloop.training.plan.settings import TrainSettings
 from tests.test_deploy import write_problems
 
 pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
 
-RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
+RECIPES = Path(__file__).parents[4] / "agentloop" / "cli" / "recipes"
 MODEL = f"model='{RECIPES / 'qwen3-14b'}'"
 
 
@@ -103,7 +104,7 @@ class GrowingCluster:
 
 @pytest.mark.anyio
 async def test_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentloop.cli.cluster._POLL_S", 0.0)
+    monkeypatch.setattr("agentloop.training.plan.cluster._POLL_S", 0.0)
     settings = load_settings(TrainSettings, overrides=["server.count=3"])
     lines: list[str] = []
     cluster = GrowingCluster()

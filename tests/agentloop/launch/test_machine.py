@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agentloop.__main__ import main
-from agentloop.cli.machine import Check, examine, report
+from agentloop.launch.machine import Check, examine, report
 from agentloop.sandbox.image import image_tag
 
 

@@ -12,7 +12,13 @@ from typing import Any
 import orjson
 import pytest
 
-from agentloop.cli.resource_plan import (
+from agentloop.cli.resource_report import report
+from agentloop.config import load_settings
+from agentloop.errors import ModelError, SettingsError
+from agentloop.models import SMALL
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
+from agentloop.training.plan.resources import (
     _BYTES_PER_TRAJECTORY_TOKEN,
     Machine,
     ModelShape,
@@ -21,16 +27,10 @@ from agentloop.cli.resource_plan import (
     plan,
     this_machine,
 )
-from agentloop.cli.resource_report import report
-from agentloop.cli.train import TrainSettings
-from agentloop.config import load_settings
-from agentloop.errors import ModelError, SettingsError
-from agentloop.models import SMALL
-from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
+from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 
-QWEN3_14B = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "qwen3-14b"
+QWEN3_14B = Path(__file__).parents[4] / "agentloop" / "cli" / "recipes" / "qwen3-14b"
 BIG = Machine(ram_bytes=2 << 40, disk_free_bytes=100 << 40, num_gpus=8, gpu_bytes=80 << 30)
 GIB = 1 << 30
 

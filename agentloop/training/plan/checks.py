@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from agentloop.cli.cluster import cluster_problems
-from agentloop.cli.machine import require_servers
-from agentloop.cli.sft import model_folder, require_learner
-from agentloop.cli.train_settings import TrainSettings
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.errors import SettingsError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.launch.machine import require_servers
 from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
 from agentloop.training.loop.settings import LoopSettings
+from agentloop.training.plan.cluster import cluster_problems
+from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.sft.run import model_folder, require_learner
 from agentloop.training.weight_sync.process_group import GROUP_TIMEOUT_S
 
 __all__ = ["check_settings", "require_machine"]

@@ -46,13 +46,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from agentloop.cli.train_settings import TrainSettings, lends_memory, serves_on_gpus
-from agentloop.cli.units import number, size
 from agentloop.errors import ModelError, SettingsError
+from agentloop.launch.units import number, size
 from agentloop.models import SMALL, not_a_model
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
+from agentloop.training.plan.settings import TrainSettings, lends_memory, serves_on_gpus
 from agentloop.training.run.status import count_of
 
 __all__ = [

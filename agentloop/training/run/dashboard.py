@@ -18,11 +18,11 @@ import anyio
 from aiohttp import web
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.cli import console
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, message_of, sole
 from agentloop.events import Emit, Event, Measured
 from agentloop.inference.replicas import ServerView
+from agentloop.launch.progress import ProgressLine
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.bottleneck import ServedOn
 from agentloop.observe.dashboard import Dashboard, Exporter
@@ -53,7 +53,7 @@ class RunDashboard:
     def __init__(
         self,
         folder: RunFolder,
-        progress: console.ProgressLine,
+        progress: ProgressLine,
         *,
         readers: Sequence[Emit] = (),
         kind: Literal["train", "sft", "evaluate"] = "train",

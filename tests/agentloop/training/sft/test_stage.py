@@ -15,19 +15,18 @@ import pytest
 
 import agentloop
 from agentloop import RequestError, call
-from agentloop.cli import sft_stage
-from agentloop.cli.console import ProgressLine
-from agentloop.cli.sft import DialogueTraining
-from agentloop.cli.sft_stage import FineTuning
-from agentloop.cli.train import TrainSettings
-from agentloop.cli.train_settings import fine_tuning
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import open_tasks
 from agentloop.errors import DataError, SettingsError
+from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import spawn_here
+from agentloop.training.plan.settings import TrainSettings, fine_tuning
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.sft import DialoguesSettings
+from agentloop.training.sft import stage as sft_stage
+from agentloop.training.sft.run import DialogueTraining
+from agentloop.training.sft.stage import FineTuning
 
 pytestmark = [
     pytest.mark.anyio,
@@ -35,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]
 
-RAW = Path(__file__).parents[1] / "agent" / "mcp_raw.py"
+RAW = Path(__file__).parents[2] / "agent" / "mcp_raw.py"
 
 
 def a_number(rng: Random) -> dict[str, Any]:
