@@ -212,6 +212,7 @@ class RolloutScored:
     answer: str | None  # the rollout's answer
     reason: str  # explanation of the reward, for people
     seconds: float  # the time that scoring took
+    parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,13 @@ import anyio
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time
-from agentloop.observe.frames import BoardFrame, GroupDetails, GroupSummary, RolloutSummary
+from agentloop.observe.frames import (
+    BoardFrame,
+    GroupDetails,
+    GroupSummary,
+    MemberSummary,
+    RolloutSummary,
+)
 from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
@@ -64,6 +70,8 @@ class Archive:
         chat: Decodes token by token; if None, text is shown by turn.
         progress: Returns the total of steps, and how the run has ended.
         served_on: The hardware of its servers, as far as its settings say.
+        open_run: Opens another run's folder, to compare: what is named "RUN//ID" is of the run RUN
+            beside this one.
     """
 
     folder: Path
@@ -71,7 +79,9 @@ class Archive:
     chat: ChatFormat | None = None
     progress: Callable[[], Mapping[str, object]] = dict
     served_on: ServedOn = ServedOn.UNKNOWN
+    open_run: Callable[[Path], Archive] | None = None
     _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
+    _others: dict[str, Archive] = field(default_factory=dict)
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         last_extent: tuple[int, int] | None = None
@@ -86,6 +96,10 @@ class Archive:
         return await anyio.to_thread.run_sync(self._frame)
 
     async def rollout(self, key: str) -> dict[str, Any]:
+        other, own = await anyio.to_thread.run_sync(self._other, key)
+        if other is not None:
+            shown = await other.rollout(own)
+            return {**shown, "id": key, "group": f"{other.folder.name}//{shown['group']}"}
         rollout = await anyio.to_thread.run_sync(read_rollout, self.folder, key, self.chat)
         if rollout is None:
             raise NotThere(f"rollout {key!r}: not found in {self.folder / 'trajectories'}")
@@ -95,6 +109,10 @@ class Archive:
         yield "end", await self.rollout(key)
 
     async def group(self, name: str) -> GroupDetails:
+        """Return a group; of another run, its newest of the task of the group with this name."""
+        other, own = await anyio.to_thread.run_sync(self._other, name)
+        if other is not None:
+            return await self._group_of_other(other, own)
         group = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
         if group is None:
             raise NotThere(f"group {name!r}: not found in {self.folder / 'trajectories'}")
@@ -105,6 +123,31 @@ class Archive:
 
     async def curves(self, run: str) -> Mapping[str, object]:
         return await anyio.to_thread.run_sync(curves, self.folder, run)
+
+    def _other(self, name: str) -> tuple[Archive | None, str]:
+        """Return the archive of the other run that a name is of, if any, and the rest of it."""
+        run, _, rest = name.partition("//")
+        if not rest or self.open_run is None:
+            return None, name
+        # Untrusted input must not form a path.
+        if run not in {row["name"] for row in runs_beside(self.folder) if not row["current"]}:
+            return None, name
+        if run not in self._others:
+            self._others[run] = self.open_run(self.folder.parent / run)
+        return self._others[run], rest
+
+    async def _group_of_other(self, other: Archive, name: str) -> GroupDetails:
+        own = await self.group(name)
+        run, task = other.folder.name, (own["task"], own["answer"])
+        groups = (await other.frame())["groups"]
+        alike = [group["id"] for group in groups if (group["task"], group["answer"]) == task]
+        if not alike:
+            raise NotThere(f"{run} has no rollout of this task")
+        group = await other.group(alike[-1])
+        members: list[MemberSummary] = [
+            {**row, "id": f"{run}//{row['id']}"} for row in group["rollouts"]
+        ]
+        return {**group, "id": f"{run}//{group['id']}", "rollouts": members}
 
     def _frame(self) -> BoardFrame:
         paths = sorted((self.folder / "trajectories").glob("group-*.jsonl"))[-_MAX_GROUPS:]

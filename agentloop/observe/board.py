@@ -85,6 +85,7 @@ class Row:
     reward: float | None = None
     answer: str | None = None
     reason: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
     advantage: float | None = None
     dropped: str | None = None
     end: int | None = None
@@ -129,6 +130,7 @@ class Row:
             "reward": self.reward,
             "answer": self.answer,
             "reason": self.reason,
+            "parts": self.parts,
             "advantage": self.advantage,
             "dropped": self.dropped,
             "kept": self.advantage is not None if is_chosen else None,
@@ -136,7 +138,7 @@ class Row:
 
     def verdict(self) -> dict[str, object]:
         """Return what the page shows of an opened rollout beside its record."""
-        names = ("group", "state", "reward", "answer", "reason", "advantage", "dropped")
+        names = ("group", "state", "reward", "parts", "answer", "reason", "advantage", "dropped")
         return {**{name: getattr(self, name) for name in names}, "stop_reason": self.stop}
 
 
@@ -338,6 +340,7 @@ class Board:
                 self._end(row, "abandoned")
             case RolloutScored():
                 row.reward, row.answer, row.reason = event.reward, event.answer, event.reason
+                row.parts = event.parts
                 self._lane_changes[row.id] = None
                 group = self.groups.get(row.group)
                 if group is not None and event.reward is not None and event.reward <= 0:

@@ -80,6 +80,7 @@ class MemberSummary(TypedDict):
     no_reward: NotRequired[str | None]  # `NoReward`, once the group is on disk
     answer: str | None
     reason: str
+    parts: Mapping[str, float]  # of the reward
     advantage: float | None
     dropped: str | None
     kept: bool | None

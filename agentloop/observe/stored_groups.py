@@ -158,7 +158,7 @@ def _rollout_events(row: StoredRow, group: str) -> Iterator[tuple[float, Event]]
     ended_s = begun_s + record.elapsed_s
     yield ended_s, RolloutFinished(key, record, num_tokens)
     verdict = conversation.reward, conversation.answer, conversation.reason
-    yield ended_s, RolloutScored(key, *verdict, seconds=0.0)
+    yield ended_s, RolloutScored(key, *verdict, seconds=0.0, parts=conversation.parts)
 
 
 def _is_chosen(rows: Sequence[StoredRow]) -> bool:

@@ -156,9 +156,10 @@ class GroupRunner:
             reward = rollout.reward
             if reward.value is None and rollout.no_reward is None:
                 rollout.no_reward = NoReward.NOT_GIVEN
-            scored = reward.value, reward.answer, reward.reason, time.monotonic() - started
+            verdict = reward.value, reward.answer, reward.reason
+            seconds = time.monotonic() - started
             for trajectory in rollout.all_trajectories:
-                self._emit(RolloutScored(trajectory.id, *scored))
+                self._emit(RolloutScored(trajectory.id, *verdict, seconds, reward.parts))
 
         try:
             async with task_group(only_first=True) as scoring:  # while siblings still run

@@ -389,9 +389,11 @@ def test_runs_folder_is_shown_and_made_one_file(
 def test_finished_run_says_how_it_went_and_what_differs(chromium: Browser, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "one", f"model = {str(SMALL)!r}\nseed = 1\n[loop]\nsteps = 2\n")
     second = RunFolder(tmp_path / "two", f"model = {str(SMALL)!r}\nseed = 2\n[loop]\nsteps = 2\n")
-    row = {"group": 1, "version": 0, "question": "why?", "truth": "42"}
+    row = {"group": 1, "version": 0, "question": "why?"}
     rows = [rollout("1-a.0"), {**rollout("1-a.1", reward=0.0), "answer": "41"}]
-    folder.add_group(1, [{**row, **single} for single in rows])
+    more = {"parts": {"found": 0.25}, "truth": "42"}
+    folder.add_group(1, [{**row, **single, **more} for single in rows])
+    second.add_group(3, [{**row, "group": 3, **rollout("3-a.0"), **more, "answer": "40"}])
     for run in (folder, second):
         run.add_metrics({"step": 0, "held_out/reward": 0.5, "held_out/num_rollouts": 100})
         run.add_metrics({"step": 2, "held_out/reward": 0.75, "held_out/num_rollouts": 100})
@@ -405,6 +407,8 @@ def test_finished_run_says_how_it_went_and_what_differs(chromium: Browser, tmp_p
             "agentloop train x.toml", "1.2; working directory at commit abc",
         ):  # fmt: skip
             expect(about_run).to_contain_text(text)
+        lengths = page.get_by_role("img", name=re.compile("^Lengths of 2 rollouts"))
+        expect(lengths).to_be_visible()
         wrong = page.get_by_role("region", name="Wrong answers").get_by_role("row").last
         expect(wrong).to_contain_text("why?4142")  # the answer, and what was expected
         assert violations(page) == []
@@ -413,6 +417,20 @@ def test_finished_run_says_how_it_went_and_what_differs(chromium: Browser, tmp_p
         page.get_by_label("Beside").select_option("1-a.0")
         expect(page.locator(".tr-id")).to_have_text(["1-a.1", "1-a.0"])
         assert violations(page) == []
+        page.goto(f"{url}/#/group/1-a")
+        rows_shown = page.get_by_role("region", name="Rollouts of the group").get_by_role("row")
+        expect(rows_shown.first).to_contain_text("foundAdvantage")  # a column for each part
+        expect(rows_shown.last).to_contain_text("0.25")
+        page.get_by_label("Beside run").select_option("two")
+        of_other = page.get_by_role("region", name="Rollouts of the other run")
+        expect(of_other.get_by_role("row").last).to_contain_text("40")
+        assert violations(page) == []
+        of_other.get_by_role("link").click()
+        expect(page.locator(".tr-id")).to_have_text(["1-a.0", "two//3-a.0"])
+        expect(page.get_by_label("Beside").locator("option:checked")).to_contain_text("two .0")
+        assert violations(page) == []
+        page.goto(f"{url}/#/rollouts")
+        expect(page.locator(".ro-body .ro-row").nth(1)).to_contain_text("42")  # expected beside 41
         page.goto(f"{url}/#/curves?with=two")
         differences = page.get_by_role("region", name="Settings that differ").get_by_role("row")
         expect(differences).to_have_text(

@@ -215,6 +215,7 @@ def _read_archive(run: Path) -> Archive:
         _chat_of(folder, settings),
         partial(_progress, folder),
         settings.served_on,
+        _read_archive,
     )
 
 

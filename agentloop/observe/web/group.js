@@ -34,12 +34,13 @@
       this.id = id;
       this.app = app;
       this.group = null;
-      this.order = { key: "number", down: false };
       this.build(root);
       this.off = app.store.on((changed) => {
+        if (changed.has("about")) this.offerRuns();
         if (this.group?.state === "live" && (changed.has("rollouts") || changed.has("groups"))) this.refresh();
       });
       this.load();
+      this.offerRuns();
     }
 
     close() {
@@ -52,7 +53,7 @@
       try {
         const group = await this.app.api.get(`api/groups/${encodeURIComponent(this.id)}`);
         if (this.closed) return;
-        this.group = { ...group, rollouts: group.rollouts.map((row, number) => ({ ...row, number: number + 1 })) };
+        this.group = group;
         this.draw();
       } catch (error) {
         if (this.closed) return;
@@ -60,6 +61,34 @@
         setText(this.note, `This group cannot be shown: ${error.message}`);
         this.paper.hidden = this.group === null;
       }
+    }
+
+    /** Offers to show another run's rollouts of the same task, which can be read from disk. */
+    async offerRuns() {
+      if (this.offered || this.app.store.about.kind !== "view") return;
+      this.offered = true;
+      const runs = await this.app.api.get("api/runs").then((body) => body.runs, () => []);
+      const others = runs.filter((run) => !run.current).map(({ name }) => [name, name]);
+      if (others.length) this.picker.append(parts.choice("Beside run", [["", "no other"], ...others], "", (run) => this.showRun(run)));
+    }
+
+    async showRun(run) {
+      this.other.node.hidden = true;
+      setText(this.compared, "");
+      if (!run) return;
+      try {
+        const group = await this.app.api.get(`api/groups/${encodeURIComponent(`${run}//${this.id}`)}`);
+        setText(this.compared, `${run}: mean reward ${parts.number(group.mean_reward)} of ${format.plural(group.rollouts.length, "rollout")}`);
+        this.other.show(group.rollouts);
+        this.other.node.hidden = false;
+      } catch (error) {
+        setText(this.compared, error.message);
+      }
+    }
+
+    /** The address of a rollout of another run beside the first of this one. */
+    besideFirst(id) {
+      return `${parts.hash("rollout", this.group.rollouts[0].id)}?beside=${encodeURIComponent(id)}`;
     }
 
     refresh() {
@@ -76,25 +105,17 @@
       this.plot = h("figure", { class: "gr-plot" });
       this.prompt = h("div", { class: "tr-text tr-fixed" });
       this.answer = h("p", { class: "gr-truth" });
-      this.body = h("tbody");
-      this.heads = COLUMNS.map(([key, text, kind]) => {
-        const sort = h("button", { type: "button", class: "gr-sort", onclick: () => this.sort(key) }, text);
-        return h("th", { scope: "col", class: kind || null }, sort);
-      });
+      this.members = new Members("Rollouts of the group", (id) => parts.hash("rollout", id));
+      this.other = new Members("Rollouts of the other run", (id) => this.besideFirst(id));
+      this.other.node.hidden = true;
+      this.compared = h("p", { class: "v-muted", role: "status" });
+      this.picker = h("div", { class: "v-bar" });
       this.paper = h(
         "div", null, this.facts, this.summary, this.plot,
         h("details", { class: "tr-prompt", open: true }, h("summary", null, "Task"), this.prompt, this.answer),
-        h(
-          "div", { class: "v-table", role: "region", "aria-label": "Rollouts of the group", tabindex: "0" },
-          h("table", null, h("thead", null, h("tr", null, this.heads)), this.body),
-        ),
+        this.picker, this.members.node, this.compared, this.other.node,
       );
       root.append(h("section", { class: "v gr" }, this.note, h("p", { class: "tr-id" }, this.id), this.paper));
-    }
-
-    sort(key) {
-      this.order = { key, down: this.order.key === key && !this.order.down };
-      this.drawTable();
     }
 
     draw() {
@@ -121,21 +142,52 @@
       this.answer.hidden = group.answer === null || group.answer === undefined;
       this.answer.replaceChildren("Reference answer: ", h("b", null, String(group.answer ?? "–")));
       this.plot.replaceChildren(...plot(rows, (id) => this.app.go(parts.hash("rollout", id))));
-      this.drawTable();
+      this.members.show(rows);
+    }
+  }
+
+  /** The rollouts of a group as a table, which is sorted by the column whose header is pressed. */
+  class Members {
+    /** `hashOf`: returns the address of a rollout's view by its id. */
+    constructor(label, hashOf) {
+      [this.hashOf, this.columns, this.rows, this.order] = [hashOf, [], [], { key: "number", down: false }];
+      [this.head, this.body] = [h("tr"), h("tbody")];
+      this.node = h("div", { class: "v-table", role: "region", "aria-label": label, tabindex: "0" }, h("table", null, h("thead", null, this.head), this.body));
     }
 
-    drawTable() {
+    show(rows) {
+      this.rows = rows.map((row, number) => ({ ...row, number: number + 1 }));
+      const columns = columnsOf(rows);
+      const keys = (some) => some.map(([key]) => key).join();
+      if (keys(columns) !== keys(this.columns))
+        this.head.replaceChildren(...columns.map(([key, text, kind]) =>
+          h("th", { scope: "col", class: kind || null }, h("button", { type: "button", class: "gr-sort", onclick: () => this.sort(key) }, text))));
+      this.columns = columns;
+      this.draw();
+    }
+
+    sort(key) {
+      this.order = { key, down: this.order.key === key && !this.order.down };
+      this.draw();
+    }
+
+    draw() {
       const { key, down } = this.order;
-      const keyOf = COLUMNS.find(([name]) => name === key)[3];
-      const rows = [...this.group.rollouts].sort((a, b) => compare(keyOf(a), keyOf(b), down) || a.number - b.number);
-      COLUMNS.forEach(([name], i) => {
-        setAttr(this.heads[i], "aria-sort", name === key && (down ? "descending" : "ascending"));
-      });
+      const keyOf = this.columns.find(([name]) => name === key)[3];
+      const rows = [...this.rows].sort((a, b) => compare(keyOf(a), keyOf(b), down) || a.number - b.number);
+      this.columns.forEach(([name], i) => setAttr(this.head.children[i], "aria-sort", name === key && (down ? "descending" : "ascending")));
       const old = this.body.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-      this.heads.at(-1).hidden = !rows.some((row) => row.branch);
-      this.body.replaceChildren(...rows.map((row) => line(row, !this.heads.at(-1).hidden)));
+      this.body.replaceChildren(...rows.map((row) => line(row, this.columns, this.hashOf(row.id))));
       if (old) [...this.body.querySelectorAll("a")].find((a) => a.getAttribute("href") === old)?.focus({ preventScroll: true });
     }
+  }
+
+  /** The columns that these rows fill, with one for each part of the reward. */
+  function columnsOf(rows) {
+    const names = new Set(rows.flatMap((row) => Object.keys(row.parts ?? {})));
+    const columns = COLUMNS.filter(([key]) => key !== "branch" || rows.some((row) => row.branch));
+    columns.splice(3, 0, ...[...names].map((name) => [`part/${name}`, name, "num", (row) => row.parts?.[name]]));
+    return columns;
   }
 
   /** Compares numbers as numbers; unknown values come last in both directions. */
@@ -146,9 +198,9 @@
     return down ? -order : order;
   }
 
-  function line(row, hasBranches) {
+  function line(row, columns, hash) {
     const cells = {
-      number: row.number, id: null, reward: parts.rewardMark(row), advantage: parts.signed(row.advantage), kept: selection(row),
+      number: row.number, reward: parts.rewardMark(row), advantage: parts.signed(row.advantage), kept: selection(row),
       tokens: format.whole(row.tokens), turns: format.whole(row.turns),
       failed: row.calls ? `${row.failed_calls} of ${row.calls}` : "no calls",
       stop: parts.stateText(row.state === "live" ? "live" : (row.stop ?? row.state)),
@@ -158,10 +210,10 @@
     if (row.reason) cells.reward.title = row.reason;
     return h(
       "tr", { class: row.kept === false ? "dropped" : null },
-      COLUMNS.filter(([key]) => key !== "branch" || hasBranches).map(([key, , kind]) =>
+      columns.map(([key, , kind, valueOf]) =>
         key === "id"
-          ? h("th", { scope: "row" }, parts.link("rollout", row.id))
-          : h("td", { class: kind || null }, key === "answer" ? h("span", { title: row.reason ?? null }, String(cells[key])) : cells[key]),
+          ? h("th", { scope: "row" }, h("a", { href: hash }, row.id))
+          : h("td", { class: kind || null }, key === "answer" ? h("span", { title: row.reason ?? null }, String(cells[key])) : (cells[key] ?? parts.number(valueOf(row)))),
       ),
     );
   }

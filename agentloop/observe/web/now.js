@@ -392,6 +392,40 @@
     return { node: box, update };
   };
 
+  // How often each value occurs among the rollouts that are shown: as many bars as `NUM_BINS`, from the least to the greatest.
+  const NUM_BINS = 20;
+  const SPREADS = [["reward", "Rewards", ""], ["tokens", "Lengths", " tokens"]];
+  const mountSpread = (store) => {
+    const parts = SPREADS.map(([key, title, unit]) => {
+      const bars = h("path", {});
+      const image = h("svg", { class: "histogram", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img" }, bars);
+      const [low, middle, high] = [0, 1, 2].map(() => h("span", {}));
+      const node = h("div", {}, h("h3", {}, title), image, h("p", { class: "muted range" }, low, middle, high));
+      const update = (rows) => {
+        const values = rows.map((row) => row[key]).filter(isNumber).sort((a, b) => a - b);
+        node.hidden = values.length < 2;
+        if (node.hidden) return;
+        const [least, most] = [values[0], values.at(-1)];
+        const counts = new Array(NUM_BINS).fill(0);
+        for (const value of values) counts[Math.min(Math.floor(((value - least) / (most - least || 1)) * NUM_BINS), NUM_BINS - 1)]++;
+        const [width, tallest] = [100 / NUM_BINS, Math.max(...counts)];
+        bars.setAttribute("d", counts.map((count, i) => (count ? `M${i * width + 0.3} 30v${-Math.max((30 * count) / tallest, 0.5)}h${width - 0.6}V30Z` : "")).join(""));
+        [short(least), `mean ${short(values.reduce((sum, value) => sum + value, 0) / values.length)}, median ${short(values[values.length >> 1])}`, `${short(most)}${unit}`].forEach((text, i) => setText([low, middle, high][i], text));
+        setAttr(image, "aria-label", `${title} of ${format.plural(values.length, "rollout")}, from ${low.textContent} to ${high.textContent}: ${middle.textContent}`);
+      };
+      return { node, update };
+    });
+    const caption = h("p", { class: "muted" });
+    const box = panel("Rewards and lengths", h("div", { class: "spread" }, parts.map(({ node }) => node)), caption);
+    const update = () => {
+      const ended = [...store.rollouts.values()].filter((row) => row.state === "done");
+      for (const part of parts) part.update(ended);
+      box.hidden = parts.every(({ node }) => node.hidden);
+      setText(caption, `Of ${format.plural(ended.length, "rollout")}, the newest that have ended.`);
+    };
+    return { node: box, update };
+  };
+
   const mountLog = (store) => {
     const list = h("ol", { class: "log" });
     const none = h("p", { class: "muted" }, "No events yet.");
@@ -418,9 +452,9 @@
       const [progress, tiles, waits] = [mountProgress(store), mountTiles(store), mountWaits(store)];
       const learning = mountLearning(store);
       const [spent, latency, run] = [mountSpent(store), mountLatency(store), mountRun(store)];
-      const [values, wrong, log] = [mountValues(store), mountWrong(store), mountLog(store)];
+      const [values, wrong, log, spread] = [mountValues(store), mountWrong(store), mountLog(store), mountSpread(store)];
       const empty = h("p", { class: "muted" }, "Waiting for data…");
-      const columns = h("div", { class: "columns" }, h("div", {}, run.node, waits.node, values.node, latency.node), h("div", {}, wrong.node, log.node));
+      const columns = h("div", { class: "columns" }, h("div", {}, run.node, waits.node, values.node, latency.node), h("div", {}, wrong.node, spread.node, log.node));
       root.append(progress.node, learning.node, spent.node, tiles.node, empty, columns);
       const update = (changed) => {
         const has = (...keys) => keys.some((key) => changed.has(key));
@@ -430,12 +464,13 @@
         if (has("now", "steps")) values.update();
         if (has("about", "steps", "now", "rollouts")) run.update();
         if (has("groups", "about")) wrong.update();
+        if (has("rollouts")) spread.update();
         if (has("now", "servers", "sandbox", "history")) tiles.update(changed);
         if (has("waits")) waits.update();
         waits.node.hidden = Boolean(store.now.ended) || (!store.waits.length && store.about.live === false);
         if (has("log")) log.update();
       };
-      update(new Set(["about", "groups", "now", "servers", "sandbox", "history", "waits", "log"]));
+      update(new Set(["about", "groups", "rollouts", "now", "servers", "sandbox", "history", "waits", "log"]));
       return store.on(update);
     },
   });

@@ -23,7 +23,7 @@
   const REWARDS = [["all", "All"], ["correct", "Correct"], ["incorrect", "Incorrect"], ["none", "Not scored"]];
   const COLUMNS = [
     ["id", "Rollout"], ["question", "Question"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
-    ["answer", "Answer"], ["time", "Time"], ["lanes", "Timeline"],
+    ["answer", "Answer"], ["expected", "Expected"], ["time", "Time"], ["lanes", "Timeline"],
   ];
 
   // The reader's choices are kept when the view is closed, so that they apply again after visiting a rollout.
@@ -141,7 +141,7 @@
         : h("button", { type: "button", class: "v-button", title: "Download all timelines; ui.perfetto.dev opens the file", onclick: () => this.saveTrace() }, "Save for Perfetto");
       const bar = h(
         "div", { class: "v-bar" },
-        parts.search("question, id, group or answer", chosen.query, filter("query")),
+        parts.search("question, id, group, answer", chosen.query, filter("query")),
         parts.choice("State", STATES, chosen.state, filter("state")),
         parts.choice("Reward", REWARDS, chosen.reward, filter("reward")),
         parts.choice("Sort by", ORDERS, chosen.order, filter("order")),
@@ -237,7 +237,7 @@
       const { order } = this;
       let moved = this.stale;
       if (this.stale) {
-        order.filterBy((row) => matches(row, this.questionOf(row)));
+        order.filterBy((row) => matches(row, this.questionOf(row), this.expectedOf(row)));
         if (order.name !== chosen.order) order.sortBy(chosen.order);
       }
       moved = order.take(this.changed) || moved;
@@ -345,7 +345,7 @@
       if (slot.item !== item || slot.content !== content) {
         [slot.item, slot.content, slot.t] = [item, content, null];
         if (item.header) fillHeader(slot, item, this.app.store.groups.get(item.group));
-        else fillRow(slot, item.row, this.questionOf(item.row));
+        else fillRow(slot, item.row, this.questionOf(item.row), this.expectedOf(item.row));
       }
       if (!item.header && slot.t !== this.t) {
         slot.t = this.t;
@@ -356,6 +356,10 @@
     /** The first words of a rollout's question: its group's, or its own if it has no group here. */
     questionOf(row) {
       return this.app.store.groups.get(row.group)?.question || row.question || "";
+    }
+
+    expectedOf(row) {
+      return this.app.store.groups.get(row.group)?.answer ?? "";
     }
 
     /** Sorts the elements by index, for screen readers. */
@@ -601,12 +605,12 @@
 
   // -- rows
 
-  function matches(row, question) {
+  function matches(row, question, expected) {
     if (chosen.state === "live" && !Order.inFlight(row)) return false;
     if (chosen.state === "errors" ? !row.failed_calls : chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
     if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
     if (!chosen.query) return true;
-    return [question, row.id, row.group, row.answer].some((text) => (text ?? "").toLowerCase().includes(chosen.query));
+    return [question, row.id, row.group, row.answer, expected].some((text) => (text ?? "").toLowerCase().includes(chosen.query));
   }
 
   /** Returns headers and rows; groups are in the order of their first rows. */
@@ -636,7 +640,7 @@
     const mark = h("span", { class: "ro-mark", "aria-hidden": "true" });
     const lanes = h("span", { class: "v-hidden" });
     const texts = { id: new Text(), lanes: new Text() };
-    for (const name of ["question", "turn", "tokens", "calls", "reward", "answer", "time"]) cells[name].append((texts[name] = new Text()));
+    for (const name of ["question", "turn", "tokens", "calls", "reward", "answer", "expected", "time"]) cells[name].append((texts[name] = new Text()));
     link.append(texts.id);
     lanes.append(texts.lanes);
     cells.id.append(mark, link);
@@ -653,7 +657,7 @@
     slot.item = slot.content = null;
   }
 
-  function fillRow(slot, row, question) {
+  function fillRow(slot, row, question, expected) {
     const { cells, write } = slot;
     const state = parts.stateOf(row);
     const reward = parts.rewardOf(row);
@@ -674,6 +678,8 @@
     write("reward", parts.rewardText(row));
     write("answer", row.answer || (state === "done" ? "" : parts.stateText(state)));
     setAttr(cells.answer, "title", row.answer || null);
+    write("expected", expected);
+    setAttr(cells.expected, "title", expected || null);
     write("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
   }
 
@@ -706,6 +712,8 @@
     setAttr(cells.question, "title", known?.question || null);
     write("answer", "");
     setAttr(cells.answer, "title", null);
+    write("expected", known?.answer ?? "");
+    setAttr(cells.expected, "title", known?.answer || null);
     write("time", "");
     write("lanes", `${format.plural(members.length, "rollout")}, ${live} in flight`);
   }

@@ -116,13 +116,18 @@
       this.grouped = group;
       const rows = await this.app.api.get(`api/groups/${encodeURIComponent(group)}`).then((body) => body.rollouts, () => []);
       const at = rows.findIndex(({ id }) => id === this.id);
-      if (this.closed || at < 0 || rows.length < 2 || this.id !== this.shown[0]) return;
+      if (this.closed || at < 0 || (rows.length < 2 && !this.shown[1]) || this.id !== this.shown[0]) return;
       const beside = this.shown[1] ?? "";
-      const options = rows.filter(({ id }) => id !== this.id).map((row) => [row.id, `${row.id.slice(row.id.lastIndexOf("."))} ${parts.rewardText(row)} ${(row.answer ?? "").slice(0, 30)}`]);
+      const [previous, next] = [rows[at - 1], rows[at + 1]];
+      if (beside.includes("//")) { // of another run, whose rollouts of the task follow
+        const other = `${beside.split("//", 1)[0]}//${group}`;
+        rows.push(...(await this.app.api.get(`api/groups/${encodeURIComponent(other)}`).then((body) => body.rollouts, () => [])));
+      }
+      const options = rows.filter(({ id }) => id !== this.id).map((row) => [row.id, `${row.id.includes("//") ? `${row.id.split("//", 1)[0]} ` : ""}${row.id.slice(row.id.lastIndexOf("."))} ${parts.rewardText(row)} ${(row.answer ?? "").slice(0, 30)}`]);
       const step = (sign, label, row) => row && h("a", { class: "v-button", href: parts.hash("rollout", row.id), "aria-label": label, title: label }, sign);
       this.siblings.replaceChildren(...[
-        step("‹", "Previous rollout of the group", rows[at - 1]),
-        step("›", "Next rollout of the group", rows[at + 1]),
+        step("‹", "Previous rollout of the group", previous),
+        step("›", "Next rollout of the group", next),
         parts.choice("Beside", [["", "no other"], ...options], beside, (id) => this.app.go(parts.hash("rollout", this.id) + (id ? `?beside=${encodeURIComponent(id)}` : ""))),
       ].filter(Boolean));
       this.siblings.hidden = false;
@@ -238,11 +243,13 @@
       const stop = state === "live" ? `${waits ? "waiting for its client" : "in flight"}, turn ${record.turns.length}` : parts.words(record.stop_reason ?? record.state);
       const reward = [parts.rewardMark(record)];
       if (record.reason) reward.push(` ${record.reason}`);
+      const named = Object.entries(record.parts ?? {}).map(([name, value]) => `${name} ${parts.number(value)}`);
       const isScored = parts.rewardOf(record) !== "none" || record.reason;
       const isKnown = this.app.store.groups.has(record.group);
       let facts = [
         ["State", h("span", { class: `v-chip ${state}` }, stop)],
         ["Reward", isScored && h("span", null, reward)],
+        ["Parts of it", named.join(", ")],
         ["Advantage", record.dropped ? `– (dropped: ${parts.whyDropped(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
         ["Answer", record.answer],
         ["Expected", this.app.store.groups.get(record.group)?.answer],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -149,8 +150,9 @@ class MetricsLog:
         self._emit = emit
 
     async def add(self, row: Mapping[str, object]) -> None:
-        """Add a row. Raises RunFolderError."""
-        await in_run_thread(self._folder.add_metrics, row)
+        """Add a row, in the folder with its time. Raises RunFolderError."""
+        timed = {**row, "unix_s": round(time.time(), 3)}
+        await in_run_thread(self._folder.add_metrics, timed)
         self._emit(Measured(row))
 
     async def rows(self) -> list[JsonObject]:

@@ -161,6 +161,28 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     assert (await at.rollout("1-a/b.1"))["no_reward"] == "stopped"
 
 
+async def test_other_run_is_read_by_the_same_task(run: RunFolder) -> None:
+    other = RunFolder(run.path.with_name("two"), "")
+    other.add_metrics({"step": 1, "reward": 0.5})
+    add(other, 7, [{**rollout("7-a/b.0"), "parts": {"found": 0.5}}])
+    add(other, 8, [{**rollout("8-c.0"), "task": "c"}])
+    shown = Archive(run.path, {}, CHAT, open_run=lambda folder: Archive(folder, {}, CHAT))
+    group = await shown.group("two//1-a/b")
+    assert group["id"] == "two//7-a/b"
+    assert [(row["id"], row["parts"]) for row in group["rollouts"]] == [
+        ("two//7-a/b.0", {"found": 0.5})
+    ]
+    member = await shown.rollout("two//7-a/b.0")
+    assert (member["id"], member["group"]) == ("two//7-a/b.0", "two//7-a/b")
+    assert member["parts"] == {"found": 0.5}
+    add(run, 9, [{**rollout("9-d.0"), "task": "d"}])
+    with pytest.raises(NotThere, match="two has no rollout of this task"):
+        await shown.group("two//9-d")
+    for name in ("..//1-a/b", "one//1-a/b", "nosuch//1-a/b"):
+        with pytest.raises(NotThere, match="not found"):
+            await shown.group(name)
+
+
 async def test_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
     turn = Turn(text="<think>Hm.</think>\nit is 42", end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
     made = Trajectory("3-c.0", [], [turn], StopReason.ANSWERED, None, 100.0, 1.0)
