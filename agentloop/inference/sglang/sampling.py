@@ -43,6 +43,24 @@ class Sampling(pydantic.BaseModel):
         description="Random seed. SGLang only uses it with deterministic inference.",
     )
 
+    _is_recorded: bool = pydantic.PrivateAttr(False)
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens cannot be sampled whose probability is not 0."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def records_kept_ids(self) -> bool:
+        """True if the server is to report the ids that it has kept for each token."""
+        return self._is_recorded and self.truncates
+
+    def for_training(self) -> Sampling:
+        """Return the parameters for rollouts to train on, which need the kept ids."""
+        copied = self.model_copy()
+        copied._is_recorded = True
+        return copied
+
     def of_group(self, name: str) -> Sampling:
         """Return the parameters for a group, with a seed derived from its name if there is one.
 
