@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 __all__ = ["MAX_KEPT_IDS", "KeptIds"]
@@ -44,6 +44,13 @@ class KeptIds:
     def append_whole(self, num_tokens: int) -> None:
         """Append tokens without kept ids."""
         self.counts += array("H", bytes(2 * num_tokens))
+
+    def __iter__(self) -> Iterator[array[int]]:
+        """Yield the kept ids of each token."""
+        end = 0
+        for count in self.counts:
+            start, end = end, end + count
+            yield self.ids[start:end]
 
     def copy(self) -> KeptIds:
         """Return a copy that `extend` does not change."""

@@ -151,6 +151,8 @@ class Batch:
 
 def _check(batch: Batch) -> None:
     sizes = {"token": batch.ids.size, "sample": batch.lengths.size, "kept id": 0}
+    if (batch.kept_counts is None) != (batch.kept is None):
+        raise BatchError("kept_counts, kept: expected both or none")
     if batch.kept_counts is not None:
         sizes["kept id"] = int(batch.kept_counts.sum(dtype=np.int64))
     for name, dtype in _TYPES.items():
@@ -185,8 +187,8 @@ def _check(batch: Batch) -> None:
             raise BatchError(f"{name}: token {at} of the batch was not sampled, but is not 0")
     if batch.weights.min() < 0:
         raise BatchError(f"weights: token {_first(batch.weights < 0)} of the batch is negative")
-    if batch.kept is not None:
-        _check_kept(batch)
+    if batch.kept_counts is not None and batch.kept is not None:
+        _check_kept(batch, batch.kept_counts, batch.kept)
     for name in ("logprobs", *_OPTIONAL_LOGPROBS):
         array = getattr(batch, name)
         if array is not None and not np.isfinite(array[sampled]).all():
@@ -194,9 +196,8 @@ def _check(batch: Batch) -> None:
             raise BatchError(f"{name}: token {at} of the batch is not finite")
 
 
-def _check_kept(batch: Batch) -> None:
-    counts, kept = batch.kept_counts, batch.kept
-    if counts is None or counts.min() < 0 or counts[batch.mask == 0].any():
+def _check_kept(batch: Batch, counts: Array, kept: Array) -> None:
+    if counts.min() < 0 or counts[batch.mask == 0].any():
         raise BatchError("kept_counts: expected 0 where mask is 0, and nothing negative")
     token_of = np.repeat(np.arange(len(counts)), counts)
     num_found = np.bincount(token_of[kept == batch.ids[token_of]], minlength=len(counts))

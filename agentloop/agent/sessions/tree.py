@@ -365,13 +365,14 @@ def _no_hash() -> hashlib.blake2b:
 
 def copy_turn(turn: Turn) -> Turn:
     """Return a copy of a turn, which its stream, if it still runs, does not extend."""
-    kept = {"kept": turn.kept.copy()} if isinstance(turn, TruncatedTurn) else {}
-    return replace(
+    copied = replace(
         turn,
-        **kept,
         output_ids=[*turn.output_ids],
         logprobs=[*turn.logprobs],
         top_logprobs=[*turn.top_logprobs],
         versions=turn.versions_until(len(turn.output_ids)),
         observation_ids=[*turn.observation_ids],
     )
+    if isinstance(copied, TruncatedTurn):
+        copied.kept = copied.kept.copy()
+    return copied

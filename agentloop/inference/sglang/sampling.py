@@ -43,7 +43,7 @@ class Sampling(pydantic.BaseModel):
         description="Random seed. SGLang only uses it with deterministic inference.",
     )
 
-    _is_recorded: bool = pydantic.PrivateAttr(False)
+    _records_kept_ids: bool = pydantic.PrivateAttr(False)
 
     @property
     def truncates(self) -> bool:
@@ -53,12 +53,14 @@ class Sampling(pydantic.BaseModel):
     @property
     def records_kept_ids(self) -> bool:
         """True if the server is to report the ids that it has kept for each token."""
-        return self._is_recorded and self.truncates
+        return self._records_kept_ids
 
     def for_training(self) -> Sampling:
         """Return the parameters for rollouts to train on, which need the kept ids."""
+        if not self.truncates:
+            return self
         copied = self.model_copy()
-        copied._is_recorded = True
+        copied._records_kept_ids = True
         return copied
 
     def of_group(self, name: str) -> Sampling:
