@@ -58,6 +58,7 @@ from agentloop.trajectory import (
     ToolCallStatus,
     ToolResult,
     Trajectory,
+    TruncatedTurn,
     Turn,
     TurnEnd,
 )
@@ -354,7 +355,8 @@ class Rollout:
 
     async def _run_turn(self, ids: list[int], max_new_tokens: int) -> Turn:
         index = len(self._trajectory.turns)
-        turn = Turn(started_s=self._elapsed_s())
+        kind = TruncatedTurn if self.sampling.records_kept_ids else Turn
+        turn = kind(started_s=self._elapsed_s())
         self._trajectory.turns.append(turn)
         thinks = self.chat.begins_in_thought(self._trajectory, index)
         self._speech.begin_turn(reasoning=thinks)

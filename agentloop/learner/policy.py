@@ -189,8 +189,12 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         predictors_M: Tensor,
         targets_M: Tensor,
         segments: tuple[PackedSegment, ...],
+        kept_MK: Tensor | None = None,
     ) -> Scores:
-        """Return (log-probabilities, entropies), each float32 [M], of packed samples."""
+        """Return (log-probabilities, entropies), each float32 [M], of packed samples.
+
+        They are those of the distributions over the kept ids, where there are some.
+        """
         if self._uses_own_logits:
             logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
             return scores_of(logits_LV.index_select(0, predictors_M), targets_M, self._temperature)
@@ -207,7 +211,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             **more,
         )
         hidden_LH = output.last_hidden_state[0]
-        scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M)
+        scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M, kept_MK)
         return scores
 
     @contextmanager
@@ -348,6 +352,8 @@ class Policy:
             raise BatchError(
                 f"ids: {int(batch.ids.max())} is out of range, the vocabulary has {vocab}"
             )
+        if batch.kept is not None and batch.kept.max(initial=0) >= vocab:
+            raise BatchError(f"kept: {batch.kept.max()} is out of range")
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReply:
         """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
@@ -548,7 +554,8 @@ class Policy:
 
     def _score(self, micro: MicroBatch, scorer: Any) -> Scores:
         where = (micro.ids, micro.positions, micro.predictors, micro.targets)
-        scores: Scores = scorer(*map(self._on_device, where), micro.segments)
+        kept = None if micro.kept is None else self._on_device(micro.kept)
+        scores: Scores = scorer(*map(self._on_device, where), micro.segments, kept)
         return scores
 
     def _on_device(self, array: Array) -> Tensor:

@@ -61,7 +61,7 @@ from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted, ignor
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import AgentRecord, NoReward, RolloutRecord
-from agentloop.rollouts.request import GroupRequest
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import Player, Sibling
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -256,6 +256,8 @@ class EnvironmentPlayer:
         if prompt_ids is None:  # an environment may have clients, the built-in agent has none
             await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
+        if request.purpose is Purpose.TRAIN:
+            sampling = sampling.for_training()
         siblings = Siblings(name, prompt_ids)
         counts: dict[str, int] = {}
 

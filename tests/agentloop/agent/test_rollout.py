@@ -31,10 +31,13 @@ from agentloop.events import (
     TurnStarted,
 )
 from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.kept_ids import KeptIds
 from agentloop.trajectory import (
     StopReason,
     ToolCallStatus,
     Trajectory,
+    TruncatedTurn,
     TurnEnd,
     VersionSpan,
 )
@@ -900,3 +903,21 @@ async def test_servers_version_spans_take_precedence_from_their_start() -> None:
     check(trajectory, engine)
     assert trajectory.turns[0].versions == [VersionSpan("seen", 0, 2), *account]
     assert trajectory.turns[0].cached_tokens == 7
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ("never",)}])  # the latter token by token
+async def test_kept_ids_of_all_tokens_are_recorded(options: dict[str, Any]) -> None:
+    ids = written(CHAT, "It is 1776." + END)
+    steps = [
+        replace(chunk, kept=[[id, id + 1] for id in chunk.ids])
+        for chunk in chunks(ids, [1, 4], end=TurnEnd.STOP)
+    ]
+    sampling = Sampling(top_p=0.9, top_k=20).for_training()
+    engine = ScriptedEngine(steps, [*steps[:1], ServerUnavailable("gone")])
+    for num_kept in (len(ids), 1):
+        made = await rollout(engine, sampling=sampling, options=TurnOptions(**options)).run()
+        (turn,) = made.turns
+        assert isinstance(turn, TruncatedTurn)
+        assert turn.kept == KeptIds([[id, id + 1] for id in ids[:num_kept]])
+        assert len(turn.output_ids) == num_kept
+    assert engine.asked[0].sampling.records_kept_ids

@@ -50,7 +50,7 @@ from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.rollouts.player import AgentPlayer, EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
-from agentloop.rollouts.request import GroupRequest
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -1634,3 +1634,19 @@ def test_task_function_may_take_arguments_of_the_environment() -> None:
     few = next(open_tasks(TasksSettings(), game.with_arguments({"top": "3", "name": "a"})))
     assert (few.top, few.unrelated) == (3, "x")
     assert next(open_tasks(TasksSettings(), game.with_arguments({}))).top == 9
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_only_rollouts_to_train_on_record_kept_ids(purpose: Purpose) -> None:
+    @agentloop.environment
+    async def two(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        await agent.other("checker").run("?")
+        return 1.0
+
+    model = Model()
+    player = EnvironmentPlayer(two, model, sampling=Sampling(top_p=0.9, top_k=20))
+    async with player.group(GroupRequest(TASK, "1-t", 2, Budget(), purpose=purpose)) as siblings:
+        await play_siblings(siblings)
+    recorded = [options["sampling"].records_kept_ids for _, options in model.asked]
+    assert recorded == [purpose is Purpose.TRAIN] * 4

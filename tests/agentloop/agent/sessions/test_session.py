@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from agentloop.events import (
 )
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.kept_ids import KeptIds
 from agentloop.serving.protocols.chat.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.trajectory import Message, StopReason, Trajectory
 from tests.support import (
@@ -702,3 +704,21 @@ async def test_branch_waits_for_its_client_after_messages_and_failures() -> None
     assert (
         first.started_s <= first.ended_s <= second.started_s <= second.ended_s <= record.elapsed_s
     )
+
+
+async def test_branches_keep_the_kept_ids_of_their_turns() -> None:
+    def kept(made: list[Chunk]) -> list[Chunk]:
+        return [replace(chunk, kept=[[id, id + 1] for id in chunk.ids]) for chunk in made]
+
+    sampling = Sampling(top_p=0.9, top_k=20).for_training()
+    client = Client(kept(reply("one")), kept(reply("two")), kept(reply("three")), sampling=sampling)
+    first = await client.ask(user("a"))
+    await client.ask(user("a"), first, user("b"))
+    await client.ask(user("a"), first, user("c"))
+    assert [len(record.turns) for record in client.branches] == [2, 1]
+    for record in client.branches:
+        expected = [
+            [id, id + 1] if is_sampled else []
+            for id, is_sampled in zip(record.ids, record.mask, strict=True)
+        ]
+        assert record.kept == KeptIds(expected)
