@@ -52,7 +52,6 @@ from tests.support import FakeSGLang, eventually
         ("sampling.min_p=0.1", "sampling.top_k: -1 must be from 2 to 4096"),
         ("sampling.top_k=4097", "sampling.top_k: 4097 must be from 2 to 4096"),
         ("sampling.top_k=1", "sampling.top_k: 1 is greedy"),
-        ("sampling.top_k=4000", "sampling.top_k: 4000 .* ids to record of a rollout"),
         ("learner.temperature=0.7", "unknown setting 'learner.temperature'"),
         ("learner.model=/elsewhere", "unknown setting 'learner.model'"),
         ("learner.loss.kl_coef=-0.1", "learner.loss.kl_coef: .* greater than or equal to 0"),
@@ -468,8 +467,16 @@ def test_collective_timeout_must_exceed_the_transfer_timeout_for_broadcasts() ->
     check_settings(load_settings(TrainSettings, overrides=[same]))
 
 
+def test_kept_ids_of_a_rollout_are_bounded() -> None:
+    cut = ["sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.01"]
+    check_settings(load_settings(TrainSettings, overrides=cut))
+    many = ["sampling.top_k=4000", "stages.long={steps=1, max_response_tokens=8000}"]
+    with pytest.raises(SettingsError, match=r"top_k: 4000 .* 32,000,000 ids to record"):
+        check_settings(load_settings(TrainSettings, overrides=many))
+
+
 def test_all_problems_of_the_settings_are_reported_at_once() -> None:
-    overrides = ["model=/no/such", "sampling.top_k=5", "loop.early_stop_at=99", "ranks.nodes=2"]
+    overrides = ["model=/no/such", "sampling.top_k=5000", "loop.early_stop_at=99", "ranks.nodes=2"]
     with pytest.raises(SettingsError) as raised:
         check_settings(load_settings(TrainSettings, overrides=overrides))
     named = [problem.partition(":")[0] for problem in str(raised.value).split("; ")]
