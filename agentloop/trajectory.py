@@ -222,6 +222,22 @@ class Turn:
             if span.start < end
         ]
 
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Turn:
+        """Rebuild a turn from its fields as plain data; raises like `Trajectory.from_dict`."""
+        return cls(
+            **{
+                **row,
+                "end": TurnEnd(row["end"]),
+                "versions": [VersionSpan(**span) for span in row["versions"]],
+                "calls": [ToolCall(**call) for call in row["calls"]],
+                "results": [
+                    ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
+                    for result in row["results"]
+                ],
+            }
+        )
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -365,20 +381,6 @@ class Trajectory:
             TypeError: a field has the wrong type.
             ValueError: a value is invalid.
         """
-        turns = [
-            Turn(
-                **{
-                    **turn,
-                    "end": TurnEnd(turn["end"]),
-                    "versions": [VersionSpan(**span) for span in turn["versions"]],
-                    "calls": [ToolCall(**call) for call in turn["calls"]],
-                    "results": [
-                        ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
-                        for result in turn["results"]
-                    ],
-                }
-            )
-            for turn in row["turns"]
-        ]
+        turns = [Turn.from_dict(turn) for turn in row["turns"]]
         values = {field.name: row[field.name] for field in fields(cls)}
         return cls(**values | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})

@@ -257,6 +257,7 @@ class EnvironmentPlayer:
             await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
         siblings = Siblings(name, prompt_ids)
+        ended = request.progress.ended if request.progress else lambda rollout: None
         counts: dict[str, int] = {}
 
         def emit_labelled(event: Event) -> None:
@@ -284,6 +285,7 @@ class EnvironmentPlayer:
                 budget.timeout_s,
                 on_end,
                 counts,
+                ended(f"{name}.{index}"),
             )
             for index in range(request.size)
         ]
@@ -318,6 +320,7 @@ class EnvironmentSibling:
 
     Attributes:
         counts: sampled tokens of conversations, where an endpoint has counted them.
+        ended: its record, if it was played and scored before a kill.
         failure: error of the environment, once it has failed.
     """
 
@@ -327,10 +330,16 @@ class EnvironmentSibling:
     timeout_s: float
     on_end: OnEnd
     counts: Mapping[str, int]
+    ended: RolloutRecord | None = None
     failure: str | None = None
 
     async def play(self) -> RolloutRecord:
         """Implement `Sibling`."""
+        if self.ended is not None:
+            self.on_end(self.agent.id, True)
+            if self.ended.no_reward is NoReward.ENVIRONMENT and self.ended.reward is not None:
+                self.failure = self.ended.reward.reason
+            return self.ended
         end, record = await self._run()
         self.on_end(self.agent.id, end.cut is None)
         if end.cut is _ENVIRONMENT and end.reward is not None:
@@ -341,6 +350,8 @@ class EnvironmentSibling:
 
     def cut_off(self) -> RolloutRecord:
         """Implement `Sibling`."""
+        if self.ended is not None:
+            return self.ended
         _, record = _record(self.agent, _STRAGGLER)
         return record
 

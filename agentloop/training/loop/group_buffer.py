@@ -55,6 +55,7 @@ class GroupBuffer:
         self._tasks: StageTasks | None = None
         self._num_left = 0  # groups of this stage that are not admitted yet
         self._readmitted: deque[QueuedGroup] = deque()  # open since before a restart
+        self._begun: set[int] = set()  # of them, those of which something was kept
         self._complete_s: float | None = None
 
     def reset(self, version: int) -> None:
@@ -69,7 +70,7 @@ class GroupBuffer:
         """Begin a stage and restore the groups that were admitted before a restart.
 
         Finished groups stay unless they are too stale; those and open ones are to be rolled out
-        again.
+        again, except for what was kept of open ones.
 
         Args:
             num_groups: number of groups that the stage still trains on.
@@ -89,6 +90,7 @@ class GroupBuffer:
             else:
                 again.append(group)
         again += filter(is_ours, await self._queue.open_groups())
+        self._begun = {number for number, *_ in await self._queue.kept_conversations()}
         self._readmitted = deque(sorted(again, key=lambda group: group.number))
         self._complete_s = None
         self._notify()
@@ -138,13 +140,19 @@ class GroupBuffer:
     async def admit(self) -> QueuedGroup:
         """Admit the next group, with the version that is live when this returns.
 
-        New weights may go live while the journal is being written.
+        New weights may go live while the journal is being written. A group of which something was
+        kept has the version of its admission, unless it is too stale and starts anew.
 
         Raises:
             ValueError: there is no free slot.
         """
         if self._readmitted:
-            group = await self._reopen(self._readmitted.popleft())
+            group = self._readmitted.popleft()
+            if group.number in self._begun and self._slots.has_slot_for(group.version):
+                self._slots.admit(group.number, version=group.version)
+                self._num_left -= 1
+                return group
+            group = await self._reopen(group)
         else:
             assert self._tasks is not None
             task: Task = next(self._tasks)
