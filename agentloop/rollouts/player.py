@@ -257,7 +257,7 @@ class EnvironmentPlayer:
             await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
         siblings = Siblings(name, prompt_ids)
-        ended = request.progress.ended if request.progress else lambda rollout: None
+        progress, is_kept = request.progress, self._environment.replayable
         counts: dict[str, int] = {}
 
         def emit_labelled(event: Event) -> None:
@@ -281,11 +281,12 @@ class EnvironmentPlayer:
                     with_text=self._with_text,
                     grade=partial(self._grader.score, task=task) if self._grader else None,
                     siblings=siblings,
+                    journals=progress.rollout(f"{name}.{index}") if is_kept else None,
                 ),
                 budget.timeout_s,
                 on_end,
                 counts,
-                ended(f"{name}.{index}"),
+                progress.ended(f"{name}.{index}"),
             )
             for index in range(request.size)
         ]
@@ -302,7 +303,10 @@ class AgentPlayer(EnvironmentPlayer):
         async def agent(task: Task, agent: Agent) -> Trajectory:
             return await agent.run(task.prompt, tools=tools)
 
-        super().__init__(_BuiltIn(agent), runner, gate=runner.router, **options)
+        replayable = all(getattr(tool, "may_repeat", False) for tool in tools)
+        super().__init__(
+            _BuiltIn(agent, replayable=replayable), runner, gate=runner.router, **options
+        )
         self._runner = runner
         self._tools = tools
 
@@ -400,7 +404,8 @@ class EnvironmentSibling:
         running = asyncio.ensure_future(run())
         stop_reason = StopReason.STRAGGLER  # if this is cancelled
         try:
-            await asyncio.wait([running], timeout=_TIME_FACTOR * self.timeout_s)
+            elapsed_s = self.timeout_s - agent.time_left_s  # before a kill
+            await asyncio.wait([running], timeout=_TIME_FACTOR * self.timeout_s - elapsed_s)
             stop_reason = _ENVIRONMENT
         finally:
             is_late = not running.done()

@@ -38,7 +38,7 @@ class GroupRequest:
         budget: limits of each of them.
         oldest: oldest version of the weights that may sample rollouts to train on.
         queued: set when the group waits for capacity, so that the next one may be admitted.
-        progress: keeps what has been rolled out of it; None: nothing is kept.
+        progress: keeps what has been rolled out of it.
     """
 
     task: Task
@@ -48,7 +48,7 @@ class GroupRequest:
     oldest: int = 0
     purpose: Purpose = Purpose.EVALUATE
     queued: anyio.Event = field(default_factory=anyio.Event, compare=False)
-    progress: GroupProgress | None = field(default=None, compare=False)
+    progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
 
     def __reduce__(self) -> tuple[type[GroupRequest], tuple[object, ...]]:
         """Pickle without the event and the progress: another process has none of ours."""

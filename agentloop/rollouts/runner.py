@@ -152,7 +152,7 @@ class GroupRunner:
 
         async def score(rollout: RolloutRecord) -> None:
             started = time.monotonic()
-            if progress is None or progress.ended(rollout.id) is not rollout:
+            if progress.ended(rollout.id) is not rollout:
                 rollout.reward = await self._reward(task, rollout, flaw_of)
             assert rollout.reward is not None
             if judge is not None and rollout.reward.value is not None:
@@ -160,8 +160,7 @@ class GroupRunner:
             reward = rollout.reward
             if reward.value is None and rollout.no_reward is None:
                 rollout.no_reward = NoReward.NOT_GIVEN
-            if progress is not None:
-                await progress.keep_rollout(rollout)
+            await progress.keep_rollout(rollout)
             scored = reward.value, reward.answer, reward.reason, time.monotonic() - started
             for trajectory in rollout.all_trajectories:
                 self._emit(RolloutScored(trajectory.id, *scored))

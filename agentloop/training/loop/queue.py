@@ -292,14 +292,11 @@ class GroupQueue:
 
         return await self._transaction(work)
 
-    async def kept_conversations(self) -> list[tuple[int, str, int]]:
-        """Return the group and the id of each conversation that was kept, and its first turn."""
-        query = "SELECT number, conversation, min(turn) FROM kept GROUP BY 1, 2"
+    async def kept_conversations(self) -> list[tuple[int, str, bool]]:
+        """Return the group and the id of each conversation of which something was kept, and
+        whether it is a rollout that has ended."""
+        query = "SELECT number, conversation, min(turn) < 0 FROM kept GROUP BY 1, 2"
         return await self._transaction(lambda db: db.execute(query).fetchall())
-
-    async def drop_kept(self, number: int) -> None:
-        """Drop what was kept of a group, which starts anew."""
-        await self._transaction(lambda db: _drop_kept(db, number))
 
     async def lease(
         self,

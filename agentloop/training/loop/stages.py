@@ -93,7 +93,9 @@ class StageRunner:
             ids = {task.id for task in note.tasks}
         run.buffer.reset(self._trainer.version)
         num_groups = (stage.steps - done) * run.settings.prompts_per_step
-        await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+        interrupted = await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+        if interrupted.num_groups:
+            run.report.say(interrupted.in_words(run.settings.group_size))
         self._trainer.begin_stage()
         async with anyio.create_task_group() as admitting:
             admitting.start_soon(self._admit)

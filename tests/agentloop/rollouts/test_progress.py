@@ -137,7 +137,7 @@ async def test_rows_of_ended_groups_are_dropped_at_opening(tmp_path: Path) -> No
         await queue.keep(1, "1-t.0", 0, {"a": 2})
         await queue.keep(7, "7-t.0", 0, {})
     async with opened_group(tmp_path) as (queue, _):
-        assert await queue.kept_conversations() == [(1, "1-t.0", 0)]
+        assert await queue.kept_conversations() == [(1, "1-t.0", False)]
         assert await queue.kept(1) == [("1-t.0", 0, {"a": 2})]
         await queue.reopen([1], version=1)
         assert await queue.kept_conversations() == []
