@@ -161,3 +161,33 @@ async def test_rows_that_come_together_share_transactions(
                 writers.start_soon(queue.keep, 1, f"1-t.{index}", 0, {"index": index})
         assert num_transactions <= 2
         assert len(await queue.kept(1)) == 100
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+async def test_replayable_environment_goes_on_with_its_remaining_time(
+    tmp_path: Path, replayable: bool
+) -> None:
+    journals: dict[str, Any] = {}
+
+    class Records(Model):
+        async def rollout(self, messages: Any, **options: Any) -> Any:
+            journals[options["id"]] = options["journal"], options["budget"].timeout_s
+            return await super().rollout(messages, **options)
+
+    @agentloop.environment(replayable=replayable)
+    async def asks(task: Any, agent: Agent) -> float:
+        await agent.other("checker").chat("?")
+        await agent.run("?")
+        return 1.0
+
+    async with opened_group(tmp_path) as (queue, progress):
+        await queue.keep(1, "1-t.0", 0, {"at_s": 100.0, "history": "", "turn": {"ended_s": 3}})
+    async with opened_group(tmp_path) as (queue, progress):
+        await roll_out(asks, progress, Records())
+    for conversation in ("1-t.0", "1-t.0+checker", "1-t.1"):
+        journal, timeout_s = journals[conversation]
+        assert (journal is not None) is replayable
+        is_later = replayable and conversation.startswith("1-t.0")
+        assert (timeout_s < Budget().timeout_s - 99) is is_later
+    if replayable:
+        assert journals["1-t.0"][0].elapsed_s == 3
