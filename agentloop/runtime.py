@@ -35,6 +35,7 @@ from agentloop.agent.sessions import ServedSessions, SessionSettings
 from agentloop.agent.threads import in_daemon_thread
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Tool, Tools
+from agentloop.agent.turn_journal import TurnJournal
 from agentloop.aio import LimiterVar, task_group
 from agentloop.config import load_settings, with_values
 from agentloop.environments.agent import conversation_of
@@ -235,6 +236,7 @@ class Runtime:
         id: str | None = None,
         on_event: Emit = ignore,
         with_text: bool = True,
+        journal: TurnJournal | None = None,
     ) -> Trajectory:
         """Run one rollout to its end.
 
@@ -251,6 +253,7 @@ class Runtime:
             on_event: called with each event as it happens; must not block.
             with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
                 which costs less.
+            journal: keeps its turns, and has those that were kept before a kill.
 
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectory.
@@ -271,6 +274,7 @@ class Runtime:
             group=group,
             prompt_ids=prompt_ids,
             id=id or uuid.uuid4().hex,
+            journal=journal,
         )
         return await self._run(rollout)
 

@@ -225,6 +225,24 @@ class Turn:
             if span.start < end
         ]
 
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Turn:
+        """Rebuild a turn from its fields as plain data; raises like `Trajectory.from_dict`."""
+        kept = {"kept": KeptIds.parse(row["kept"])} if "kept" in row else {}
+        return (TruncatedTurn if kept else cls)(
+            **{
+                **row,
+                **kept,
+                "end": TurnEnd(row["end"]),
+                "versions": [VersionSpan(**span) for span in row["versions"]],
+                "calls": [ToolCall(**call) for call in row["calls"]],
+                "results": [
+                    ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
+                    for result in row["results"]
+                ],
+            }
+        )
+
 
 @dataclass(slots=True)
 class TruncatedTurn(Turn):
@@ -394,22 +412,7 @@ class Trajectory:
             TypeError: a field has the wrong type.
             ValueError: a value is invalid.
         """
-        turns = [
-            (TruncatedTurn if "kept" in turn else Turn)(
-                **{
-                    **turn,
-                    **({"kept": KeptIds.parse(turn["kept"])} if "kept" in turn else {}),
-                    "end": TurnEnd(turn["end"]),
-                    "versions": [VersionSpan(**span) for span in turn["versions"]],
-                    "calls": [ToolCall(**call) for call in turn["calls"]],
-                    "results": [
-                        ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
-                        for result in turn["results"]
-                    ],
-                }
-            )
-            for turn in row["turns"]
-        ]
+        turns = [Turn.from_dict(turn) for turn in row["turns"]]
         values = {field.name: row[field.name] for field in fields(cls)}
         return cls(**values | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})
 

@@ -14,6 +14,7 @@ from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.sessions.history import context_key, opening_key
 from agentloop.agent.tools import Tool, ToolFunction
+from agentloop.agent.turn_journal import TurnJournal
 from agentloop.environments.conversation import Conversation, ReplyClock, Stops, UserReply
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
@@ -44,6 +45,19 @@ _REFUSAL_S = 1.0
 
 Grade = Callable[[Trajectory], Awaitable[Reward]]
 """Returns the reward of a conversation, by the setting `reward`."""
+
+
+class Journals(Protocol):
+    """Keeps what happens in a rollout; implemented by `agentloop.rollouts.progress`."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the rollout had taken when it was interrupted, as far as it was kept."""
+        ...
+
+    def journal(self, conversation: str, elapsed_s: Callable[[], float]) -> TurnJournal:
+        """Return the journal of a conversation."""
+        ...
 
 
 class SessionOpener(Protocol):
@@ -93,6 +107,7 @@ class Host(Protocol):
         id: str,
         on_event: Emit,
         with_text: bool,
+        journal: TurnJournal | None,
     ) -> Trajectory: ...
 
 
@@ -121,6 +136,7 @@ class Agent:
         main: Agent | None = None,
         grade: Grade | None = None,
         siblings: Siblings | None = None,
+        journals: Journals | None = None,
     ) -> None:
         """
         Args:
@@ -132,10 +148,14 @@ class Agent:
             main: the agent of which this is another one.
             grade: returns the reward of a conversation.
             siblings: the rollouts of the same group.
+            journals: keeps what happens in the rollout; None: it cannot be repeated from that.
         """
         self._ends_at: float = anyio.current_time() + budget.timeout_s
+        if journals is not None:
+            self._ends_at -= journals.elapsed_s
         if main is not None:
             self._ends_at = main._ends_at
+        self._journals: Journals | None = journals if main is None else main._journals
         self._is_closed = False
         self._running: dict[int, anyio.CancelScope] = {}  # conversations, by their numbers
         self._stops: Stops = Stops() if main is None else main._stops
@@ -425,6 +445,11 @@ class Agent:
             prompt_ids = self._siblings.prompt_ids
         clock = ReplyClock(reply) if reply is not None else None
 
+        id = f"{self.id}+{number}" if number else self.id
+        journal = None
+        if self._journals is not None:
+            journal = self._journals.journal(id, self._elapsed_s)
+
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
                 self._trajectories[number] = event.record
@@ -445,9 +470,10 @@ class Agent:
                     reply=clock,
                     group=group,
                     prompt_ids=prompt_ids,
-                    id=f"{self.id}+{number}" if number else self.id,
+                    id=id,
                     on_event=observe,
                     with_text=self._with_text,
+                    journal=journal,
                 )
         except ServerError as error:
             raise self._record_failure(str(error)) from error
@@ -471,7 +497,7 @@ class Agent:
     def _explain_lateness(self, trajectory: Trajectory, clock: ReplyClock | None) -> None:
         """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
         main = self._main or self
-        elapsed_s = self._budget.timeout_s - self.time_left_s
+        elapsed_s = self._elapsed_s()
         reason = ""
         if clock is not None and clock.elapsed_s >= trajectory.elapsed_s / 2:
             reason = f"its replies took {clock.elapsed_s:.3g} s, most of the time"
@@ -481,6 +507,9 @@ class Agent:
             trajectory.stop_reason = StopReason.ENVIRONMENT
             raise _TooSlow(reason)
         raise self._record_failure("it ran out of time, mostly waiting for servers and sandbox")
+
+    def _elapsed_s(self) -> float:
+        return self._budget.timeout_s - self.time_left_s
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

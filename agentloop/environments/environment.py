@@ -126,6 +126,7 @@ class Environment:
         agent_errors: exceptions that the agent causes, such as an answer that is no number, with
             the reward of a rollout that ends with one. Others are failures of the environment.
         setup: opens what all rollouts of a process share.
+        replayable: whether a rollout may be repeated from its conversations after a kill.
         arguments: keyword arguments of the function, besides the task and the agent. Each rollout
             gets copies of lists, dicts and sets; other objects are shared.
         shared: the object that `setup` has opened, after `opened`.
@@ -138,6 +139,7 @@ class Environment:
     teacher: Teacher | None = None
     agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
     setup: Setup | None = None
+    replayable: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     shared: Any = None
 
@@ -263,6 +265,7 @@ def environment(
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
     setup: Setup | None = None,
+    replayable: bool = False,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 
 
@@ -276,6 +279,7 @@ def environment(
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
     setup: Setup | None = None,
+    replayable: bool = False,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make an environment of an async function of a task and an agent.
 
@@ -301,6 +305,10 @@ def environment(
             rollout, and once before the teacher's; left after the last one. What it yields is the
             function's parameter `shared`. Its own parameters are arguments of the environment, by
             their names.
+        replayable: whether what the function does, and what it returns, depends on nothing but its
+            task, its arguments and what its conversations return. After a kill, its rollouts then
+            go on after their last turn: the function is called again, and turns that were kept
+            stand for those that would be sampled, without their calls. Without it, they start anew.
 
     Raises:
         TypeError: the function is not async or does not take a task and an agent, a function of
@@ -316,6 +324,7 @@ def environment(
         teacher=teacher,
         agent_errors={} if agent_errors is None else agent_errors,
         setup=setup,
+        replayable=replayable,
     )
     return make if function is None else make(function)
 
@@ -329,6 +338,7 @@ def _make_environment(
     teacher: Teacher | None,
     setup: Setup | None,
     agent_errors: Mapping[type[Exception], float],
+    replayable: bool,
 ) -> Environment:
     if not inspect.iscoroutinefunction(function):
         name = getattr(function, "__qualname__", repr(function))
@@ -368,6 +378,7 @@ def _make_environment(
         teacher,
         agent_errors,
         setup,
+        replayable,
     )
 
 

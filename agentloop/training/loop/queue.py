@@ -5,8 +5,9 @@
 
 The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
 the method returns. The rollouts of a group are in a separate file, which is complete before the
-journal refers to it; the journal holds its path and its metrics. With a lease, the
-outcomes of its groups are recorded, from which the solve rates of tasks follow (curriculum.py).
+journal refers to it; the journal holds its path and its metrics. What an open group has rolled out
+so far is kept in the journal itself (rollouts/progress.py). With a lease, the outcomes of its
+groups are recorded, from which the solve rates of tasks follow (curriculum.py).
 
 A step leases its groups before the learner sees them and acknowledges them once the step is in a
 checkpoint. After a crash the learner therefore resumes from its last checkpoint with the same
@@ -19,6 +20,7 @@ import json
 import secrets
 import sqlite3
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +35,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.progress import KeptRow
 from agentloop.training.loop.curriculum import GroupOutcome
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
@@ -69,7 +72,19 @@ CREATE TABLE outcomes (
 ) STRICT;
 PRAGMA user_version = {_FORMAT};
 """
+# Of open groups only. Journals of the same format that were written earlier lack it.
+_KEPT = """
+CREATE TABLE IF NOT EXISTS kept (
+    number INTEGER NOT NULL,
+    conversation TEXT NOT NULL,
+    turn INTEGER NOT NULL,
+    value BLOB NOT NULL,
+    PRIMARY KEY (number, conversation, turn)
+) STRICT;
+DELETE FROM kept WHERE number NOT IN (SELECT number FROM groups WHERE state = 'open');
+"""
 _BUSY_S = 10.0
+_LEVEL = 1  # of compression: the fastest
 
 T = TypeVar("T")
 
@@ -166,6 +181,14 @@ class StageNote:
         return cls(row["step"], tasks, row["last_group"], row["cursor"])
 
 
+@dataclass(slots=True)
+class _ToKeep:
+    """Rows to be kept in one transaction."""
+
+    rows: list[tuple[int, str, int, object]] = field(default_factory=list)
+    is_kept: bool = False
+
+
 class GroupQueue:
     """A queue of groups in an SQLite file; create it with `GroupQueue.open`.
 
@@ -178,6 +201,8 @@ class GroupQueue:
         self._path = path
         self._lock = anyio.Lock()
         self._num_bytes = 0
+        self._to_keep = _ToKeep()
+        self._keeping = anyio.Lock()
 
     @classmethod
     @asynccontextmanager
@@ -224,9 +249,7 @@ class GroupQueue:
         """
         row = (path, num_bytes, _json(asdict(figures)), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
-        await self._transaction(
-            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
-        )
+        await self._transaction(partial(_end_group, set_, row))
         self._num_bytes += num_bytes
 
     async def discard(self, number: int, *, path: str | None, figures: GroupFigures) -> None:
@@ -237,9 +260,43 @@ class GroupQueue:
         """
         row = (path, _json(asdict(figures)), number)
         set_ = "state = 'discarded', path = ?, figures = ?"
-        await self._transaction(
-            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
-        )
+        await self._transaction(partial(_end_group, set_, row))
+
+    async def keep(self, number: int, conversation: str, turn: int, value: object) -> None:
+        """Keep a row of an open group until it has ended, in place of an earlier one.
+
+        Rows that come while a transaction runs share the next one.
+        """
+        to_keep = self._to_keep
+        to_keep.rows.append((number, conversation, turn, value))
+
+        def work(db: sqlite3.Connection) -> None:
+            rows = [(*key, zlib.compress(dumps(value), _LEVEL)) for *key, value in to_keep.rows]
+            db.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
+            to_keep.is_kept = True
+
+        async with self._keeping:  # no deadline: each transaction has one
+            if to_keep.is_kept:
+                return
+            if self._to_keep is to_keep:
+                self._to_keep = _ToKeep()
+            await self._transaction(work)
+
+    async def kept(self, number: int) -> list[KeptRow]:
+        """Return the rows of a group that were kept, in the order of their turns."""
+        query = "SELECT conversation, turn, value FROM kept WHERE number = ? ORDER BY 1, 2"
+
+        def work(db: sqlite3.Connection) -> list[KeptRow]:
+            rows = db.execute(query, (number,)).fetchall()
+            return [(key, turn, loads(zlib.decompress(value))) for key, turn, value in rows]
+
+        return await self._transaction(work)
+
+    async def kept_conversations(self) -> list[tuple[int, str, bool]]:
+        """Return the group and the id of each conversation of which something was kept, and
+        whether it is a rollout that has ended."""
+        query = "SELECT number, conversation, min(turn) < 0 FROM kept GROUP BY 1, 2"
+        return await self._transaction(lambda db: db.execute(query).fetchall())
 
     async def lease(
         self,
@@ -381,6 +438,7 @@ class GroupQueue:
             db.execute(
                 f"UPDATE groups SET {reopened}, num_bytes = 0 WHERE {undone_groups}", (step,)
             )
+            db.execute("DELETE FROM kept")
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
             db.execute("DELETE FROM outcomes WHERE step > ?", (step,))
             digests = "key LIKE 'weights %' AND CAST(substr(key, 9) AS INTEGER) > ?"
@@ -422,13 +480,14 @@ class GroupQueue:
         return await self._transaction(work)
 
     async def reopen(self, numbers: Sequence[int], *, version: int) -> None:
-        """Mark groups as open again, to be rolled out with the weights of `version`."""
+        """Mark groups as open again, to be rolled out anew with the weights of `version`."""
 
         def work(db: sqlite3.Connection) -> int:
             reopened = "state = 'open', version = ?, path = NULL, num_bytes = 0, figures = '{}'"
             where = "WHERE state IN ('open', 'finished') AND number = ?"
             for number in numbers:
                 _update_group(f"{reopened} {where}", (version, number), db)
+                _drop_kept(db, number)
             return _finished_bytes(db)
 
         self._num_bytes = await self._transaction(work)
@@ -504,6 +563,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                     f"{path}: written by another version of agentloop (format {format_}, not "
                     f"{_FORMAT}): finish the run with that version, or start a new one"
                 )
+            connection.executescript(f"BEGIN IMMEDIATE; {_KEPT} COMMIT;")
         except BaseException:
             connection.close()
             raise
@@ -521,6 +581,16 @@ def _update_group(update: str, row: Sequence[object], db: sqlite3.Connection) ->
     if db.execute(f"UPDATE groups SET {update}", row).rowcount != 1:
         state = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
         raise ValueError(f"group {row[-1]} is {state[0] if state else 'not there'}")
+
+
+def _end_group(set_: str, row: Sequence[object], db: sqlite3.Connection) -> None:
+    """Update an open group, whose number is last in `row`. Raises ValueError if it is not open."""
+    _update_group(f"{set_} WHERE state = 'open' AND number = ?", row, db)
+    _drop_kept(db, row[-1])
+
+
+def _drop_kept(db: sqlite3.Connection, number: object) -> None:
+    db.execute("DELETE FROM kept WHERE number = ?", (number,))
 
 
 def _note(db: sqlite3.Connection, key: str, value: object) -> None:
