@@ -27,7 +27,6 @@ Address: TypeAlias = IPv4Address | IPv6Address
 PREFIX = "allow:"
 HTTP_PORT, TLS_PORT = 80, 443
 WEB_PORTS = (HTTP_PORT, TLS_PORT)  # of what is listed without one
-MAX_HEAD_BYTES = 32 << 10
 
 _HOST_AND_PORT = re.compile(r"(\[(?=[^]]*:)[0-9a-f:./]+\]|[a-z0-9._*/-]+)(?::([1-9][0-9]{0,4}))?")
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -181,12 +180,12 @@ class ProxyRequest:
 
 
 def parse_request(head: bytes) -> ProxyRequest:
-    """Read the head of a request, up to its empty line.
+    """Read the head of a request, without the empty line at its end.
 
     Raises:
         Refused: it is not a request to a proxy, or can be read in two ways.
     """
-    first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    first, *lines = head.split(b"\r\n")
     found = _REQUEST.fullmatch(first)
     headers = [_HEADER.fullmatch(line) for line in lines]
     if not found or not all(headers):
@@ -231,7 +230,7 @@ def _split_authority(text: bytes) -> tuple[str, int | None]:
 # -- TLS ----------------------------------------------------------------------------------------
 
 HANDSHAKE = b"\x16"
-_MAX_HELLO_BYTES = 64 << 10
+_MAX_HELLO_BYTES = 16 << 10
 
 
 def read_server_name(data: bytes) -> str | None:

@@ -23,7 +23,6 @@ from anyio.abc import SocketListener, SocketStream, TaskGroup, TaskStatus
 
 from agentloop.sandbox.computer.egress import (
     HANDSHAKE,
-    MAX_HEAD_BYTES,
     TLS_PORT,
     Address,
     AllowList,
@@ -36,12 +35,12 @@ from agentloop.sandbox.computer.egress import (
 )
 
 PORT = 3128  # inside
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 32
 NUM_LOOKUPS = 2  # at a time, of one computer
 HEAD_TIMEOUT_S, CONNECT_TIMEOUT_S = 30.0, 15.0
 IDLE_S = 300.0  # without a byte in either direction
-SOCKET_TIMEOUT_S = 10.0
-CHUNK_BYTES = 64 << 10
+SOCKET_TIMEOUT_S, ACCEPT_PAUSE_S = 10.0, 0.2
+MAX_HEAD_BYTES, END_OF_HEAD = 32 << 10, b"\r\n\r\n"
 ENDED = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 _URL = f"http://127.0.0.1:{PORT}"
@@ -119,7 +118,11 @@ async def _serve(
         task_status.started(group.cancel_scope)
         while True:
             await places.acquire()  # no deadline: each connection has one
-            group.start_soon(attend, await listener.accept())
+            try:
+                group.start_soon(attend, await listener.accept())
+            except OSError:  # this process has too many descriptors: those who wait, wait
+                places.release()
+                await anyio.sleep(ACCEPT_PAUSE_S)
 
 
 @asynccontextmanager
@@ -183,7 +186,8 @@ class EgressProxy:
             return
         async with far:
             if request.head is None:
-                await near.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                with anyio.fail_after(HEAD_TIMEOUT_S):
+                    await near.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
                 await relay(near, far, _tunnelled(near, request, rest), one_answer=False)
             else:
                 await relay(near, far, _one_request(near, request, rest), one_answer=True)
@@ -236,12 +240,11 @@ def _is_ours(address: Address) -> bool:
 async def _receive_head(near: SocketStream) -> tuple[bytes, bytes]:
     """Return the head of a request, and what came behind it."""
     data = b""
-    while b"\r\n\r\n" not in data:
-        if len(data) > MAX_HEAD_BYTES:
-            raise Refused("the head is too long")
-        data += await near.receive(CHUNK_BYTES)
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return head + end, rest
+    while (end := data.find(END_OF_HEAD)) < 0 and len(data) <= MAX_HEAD_BYTES:
+        data += await near.receive()
+    if not 0 <= end <= MAX_HEAD_BYTES:
+        raise Refused("the head is too long")
+    return data[:end], data[end + len(END_OF_HEAD) :]
 
 
 async def _answer(near: SocketStream, status: str, reason: str) -> None:
