@@ -13,6 +13,7 @@ gone, and not by what ran in it.
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ import aiodocker
 import aiohttp
 import anyio
 import orjson
+from anyio.abc import SocketListener, SocketStream
 
 from agentloop.sandbox.computer.changes import ADDED, list_changes
 from agentloop.sandbox.computer.channel import ComputerEnded, FileRequest
 from agentloop.sandbox.computer.fleet import Fleet
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.proxy import relay, serving
 from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ComputerLost
@@ -412,6 +415,44 @@ class Computer:
             yield file
         finally:
             file.close()
+
+    # -- ports --------------------------------------------------------------------------------
+
+    async def connect(self, port: int) -> SocketStream:
+        """Connect to a port of its loopback, on which one of its programs listens.
+
+        Raises:
+            OSError: nothing listens there, or it does not answer.
+            ComputerLost: the computer is gone.
+        """
+        machine = self._machine
+        machine.channel.check()
+        try:
+            return await machine.sockets.connect(port)
+        except OSError:
+            machine.channel.check()
+            raise
+
+    @asynccontextmanager
+    async def port(self, port: int) -> AsyncIterator[str]:
+        """Lead a port of this machine's loopback to one of its own; yield `127.0.0.1:NUMBER`.
+
+        What answers there is the computer's: follow no redirects. Connections that it refuses are
+        closed.
+        """
+
+        machine = self._machine
+        machine.channel.check()
+
+        async def handle(near: SocketStream) -> None:
+            async with await machine.sockets.connect(port) as far:
+                await relay(near, far, near, one_answer=False)
+
+        outer = socket.create_server(("127.0.0.1", 0))
+        number = outer.getsockname()[1]
+        listener = await SocketListener.from_socket(outer)
+        async with serving(machine.tasks, listener, handle):
+            yield f"127.0.0.1:{number}"
 
     # -- snapshots ----------------------------------------------------------------------------
 

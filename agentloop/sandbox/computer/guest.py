@@ -8,6 +8,9 @@ one connection. When that ends it exits, and the kernel ends every other process
              kill_all {id}   freeze   thaw
          <── ready   out {id, stream} bytes   ack {id}   done {id, ...}
 
+Over a second connection it passes a new socket of the computer's network for each byte that comes:
+the host's proxy listens there, and connects to ports (proxy.py).
+
 A frame is two lengths, JSON, and bytes. What comes from a file waits for `more`, and what goes to
 one for `ack`, chunk by chunk, so that neither end holds more than one.
 
@@ -405,12 +408,12 @@ def count_oom_kills() -> int:
 class Guest:
     """The requests, and what they are about."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, sockets: socket.socket) -> None:
         self.loop = Loop()
         self.environment = dict(os.environ)
         self.shells: dict[int, Shell] = {}
         self.jobs: dict[int, FileJob] = {}
-        self._connection = connection
+        self._connection, self._sockets = connection, sockets
         self._buffer = bytearray()
         self._out = Outlet(self.loop, connection.fileno(), self._resume)
         self._paused: list[tuple[int, Callable[[], None]]] = []
@@ -422,6 +425,7 @@ class Guest:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.loop.watch(wakeup_r, lambda: self._reap(wakeup_r))
         self.loop.watch(self._connection.fileno(), self._receive)
+        self.loop.watch(self._sockets.fileno(), self._pass_socket)
         self.send({"op": "ready"})
         while True:
             self.loop.step()
@@ -499,6 +503,17 @@ class Guest:
             case "thaw":
                 self._signal_all(signal.SIGCONT)
 
+    def _pass_socket(self) -> None:
+        """Make a TCP socket, and pass it to the host."""
+        if not self._sockets.recv(1):
+            os._exit(0)  # our owner is gone
+        try:
+            with socket.socket() as made:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", made.fileno()))
+                self._sockets.sendmsg([b"\0"], [rights])
+        except OSError:  # there are too many, or this kernel passes none to its host
+            self._sockets.send(b"\0")
+
     def _signal_all(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, number)
@@ -538,7 +553,8 @@ class Guest:
 def main() -> None:
     """Connect to the host, and serve it."""
     tarfile.grp = tarfile.pwd = None  # type: ignore[attr-defined]  # numbers alone
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(sys.argv[1])
-    connection.setblocking(False)
-    Guest(connection).serve()
+    connection, sockets = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    for end in (connection, sockets):
+        end.connect(sys.argv[1])
+        end.setblocking(False)
+    Guest(connection, sockets).serve()
