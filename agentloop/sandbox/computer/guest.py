@@ -4,7 +4,7 @@ It runs as root, by the interpreter that is mounted beside it (toolbox.py), and 
 one connection. When that ends it exits, and the kernel ends every other process of the container.
 
     host ──> run {id, shell, user, cwd, env} command   signal {shell, stage}
-             file {id, kind, user, ...}   data {id} bytes   eof {id}   more {id}   kill {id}
+             file {id, kind, user, ...}   data {id} bytes   eof {id}   more {id, stream}   kill {id}
              kill_all {id}   freeze   thaw
          <── ready   out {id, stream} bytes   ack {id}   done {id, ...}
 
@@ -12,7 +12,8 @@ Over a second connection it passes a new socket of the computer's network for ea
 the host's proxy listens there, and connects to ports (proxy.py).
 
 A frame is two lengths, JSON, and bytes. What comes from a file waits for `more`, and what goes to
-one for `ack`, chunk by chunk, so that neither end holds more than one.
+one for `ack`, chunk by chunk, so that neither end holds more than one. A program without a shell is
+a `file` of the kind `execute`.
 
 Processes of the computer have a smaller bounding set of capabilities than this one. So its root can
 neither trace it nor read its memory or descriptors, and the kernel shields the first process of a
@@ -40,6 +41,7 @@ from agentloop.sandbox.worker.kernel import descendants, parents
 HEADER = struct.Struct(">II")
 CHUNK_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 1 << 20
+MAX_PIPE_BYTES = 1 << 20  # what a program may enlarge its pipes to
 KEPT_BETWEEN_BYTES = 16 << 10  # of what background processes write while no command runs
 CONTROL_FD = 9  # the largest number that every shell can redirect
 OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
@@ -177,11 +179,12 @@ def start(
 
 
 class FileJob:
-    """A child that does something with files."""
+    """A child that does something with files, or becomes a program."""
 
     def __init__(self, guest: Guest, request: GuestRequest) -> None:
         self.id = request["id"]
-        self.guest, self._open = guest, 3
+        self.guest = guest
+        self._num_oom_kills = count_oom_kills()
         in_r, in_w = os.pipe2(os.O_CLOEXEC)
         out_r, out_w = os.pipe2(os.O_CLOEXEC)
         err_r, err_w = os.pipe2(os.O_CLOEXEC)
@@ -190,7 +193,7 @@ class FileJob:
             with open(0, "rb", closefd=False) as data, open(1, "wb", closefd=False) as out:
                 FILE_KINDS[request["kind"]](request, data, out)
 
-        self.status = 1
+        self.status, self.is_oom = 1, False
         self.pid = start({0: in_r, 1: out_w, 2: err_w}, request["user"], main)
         for fd in (in_r, out_w, err_w):
             os.close(fd)
@@ -225,13 +228,20 @@ class FileJob:
                 self._close(stream)
         if parts:
             self.guest.send({"op": "out", "id": self.id, "stream": stream}, b"".join(parts))
-            if stream in self._outs and stream == 1:
+            if stream in self._outs:
                 self.guest.loop.unwatch(fd)
         self.guest.settle(self)
 
-    def more(self) -> None:
-        if 1 in self._outs:
-            self.guest.loop.watch(self._outs[1], lambda: self._read(1))
+    def more(self, stream: int) -> None:
+        if stream in self._outs:
+            self.guest.loop.watch(self._outs[stream], lambda: self._read(stream))
+
+    def kill(self) -> None:
+        """Kill the child, and the processes that it has started."""
+        if self.pid:
+            for pid in (*descendants(self.pid), self.pid, -self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _close(self, stream: int) -> None:
         fd = self._outs.pop(stream)
@@ -240,7 +250,15 @@ class FileJob:
 
     def exited(self, status: int) -> None:
         self.status, self.pid = status, 0
+        self.is_oom = count_oom_kills() > self._num_oom_kills
         self.data.close()
+        for stream in list(self._outs):
+            # What it has written. Who else holds the pipe could write for ever.
+            for _ in range(MAX_PIPE_BYTES // CHUNK_BYTES + 1):
+                if stream in self._outs:
+                    self._read(stream)
+            if stream in self._outs:
+                self._close(stream)
         self.guest.settle(self)
 
     @property
@@ -491,9 +509,9 @@ class Guest:
                     elif op == "eof":
                         job.end_data()
                     elif op == "more":
-                        job.more()
-                    elif job.pid:
-                        os.kill(job.pid, signal.SIGKILL)
+                        job.more(request["stream"])
+                    else:
+                        job.kill()
             case "kill_all":
                 self._signal_all(signal.SIGKILL)
                 self._until_alone()
@@ -547,7 +565,8 @@ class Guest:
 
     def settle(self, job: FileJob) -> None:
         if job.is_over and self.jobs.pop(job.id, None) is not None:
-            self.send({"op": "done", "id": job.id, "status": job.status})
+            done = {"status": job.status, "oom": job.is_oom, "ended": False}
+            self.send({"op": "done", "id": job.id, **done})
 
 
 def main() -> None:
