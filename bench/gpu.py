@@ -4,11 +4,14 @@
     python -m bench.gpu --list                       the parts: limit, requirements, command
     python -m bench.gpu --only speed,zero            some of them
     python -m bench.gpu --device cpu --size tiny     proves that each part works, without a GPU
+    python -m bench.gpu carry FOLDER                 what a machine without a network needs
+    python -m bench.gpu --carried FOLDER             and the parts that run with it, there
 
 Each part is a process of its own with a time limit of at most eight minutes, and needs no network.
-Its result is kept as DIR/PART.json (`--folder DIR`), its output as DIR/PART.log. A second call
-runs only parts that have not succeeded on this device and size; `--again` runs all. A part whose
-requirements are missing is skipped, and the table names what is missing.
+A line is printed as it ends; its result is kept as DIR/PART.json (`--folder DIR`) and as a line of
+DIR/results.jsonl, its output as DIR/PART.log. A second call runs only parts that have not
+succeeded on this device and size; `--again` runs all. A part whose requirements are missing is
+skipped, and the table names what is missing.
 
 The model is Qwen3-0.6B with random weights, in bfloat16. The plain loop of `speed` keeps its
 weights and AdamW's moments in bfloat16, the learner in float32, which takes more memory and time:
@@ -31,13 +34,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
 
+from bench import gpu_carry
 from bench.command import parser_for, words
 
 __all__ = ["PARTS", "Part", "main", "missing", "table"]
@@ -224,6 +228,13 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _line(result: Mapping[str, Any]) -> str:
+    """Return a result as one line."""
+    details = table([result]).split("\n")[2:]
+    took = f" in {result['seconds']:g} s" if "seconds" in result else ""
+    return f"{result['part']}: {result['state']}{took}: {' '.join(details)}"
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "unknown"
@@ -245,6 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
     parser.add_argument("--folder", type=Path, default=Path("gpu-results"), help="of the results")
+    parser.add_argument("--carried", type=Path, metavar="DIR", help="written by `carry`")
     parser.add_argument("--again", action="store_true", help="also run parts that have succeeded")
     parser.add_argument("--list", action="store_true", help="print the parts, run none")
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
@@ -252,7 +264,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["carry"]:
+        return gpu_carry.main(arguments[1:])
     options = _parser().parse_args(arguments)
+    with ExitStack() as stack:
+        if options.carried:
+            site = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-gpu-site-"))
+            gpu_carry.use(options.carried, Path(site))
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.list:
         for name in options.only:
             part = PARTS[name]
@@ -270,7 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name} ...", file=sys.stderr, flush=True)
             result = _run_part(name, options)
             (options.folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{name}: {result['state']} {result.get('reason', '')}", file=sys.stderr)
+            with (options.folder / "results.jsonl").open("a") as lines:
+                lines.write(json.dumps(result) + "\n")
+            print(_line(result), flush=True)
         results.append(result)
     print(table(results))
     return 1 if any(result["state"] == "failed" for result in results) else 0
