@@ -94,7 +94,7 @@ class _Engine:
         self.killed = anyio.Event()
 
     async def generate(
-        self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **_: Any
+        self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **options: Any
     ) -> None:
         self.in_flight[generation.key] = 0
         for _ in range(1 + round(self._draw.expovariate(1 / _MEAN_TURN))):
