@@ -186,7 +186,6 @@ class FileRequest:
         self._chunks: list[bytes] = []
         self._error = bytearray()
         self._num_sent = 0
-        self._is_owed = False
         channel.send({"op": "file", "id": self._request.id, "kind": kind, "user": user, **fields})
 
     def _take(self, stream: int, data: bytes) -> None:

@@ -191,7 +191,7 @@ class EgressProxy:
             raise Refused(f"{host} is not listed with port {port}")
         if not isinstance(host, str):
             return await anyio.connect_tcp(str(host), port)
-        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        look_up = partial(socket.getaddrinfo, host.encode(), port, type=socket.SOCK_STREAM)
         rows = await anyio.to_thread.run_sync(
             look_up, abandon_on_cancel=True, limiter=self._lookups
         )
