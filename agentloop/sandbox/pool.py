@@ -358,7 +358,8 @@ class Pool:
             image: an image that the engine has; by default the pool's own. It needs a shell, and
                 nothing of ours.
             files: what it begins with: bytes of a file, or a folder of this machine, by path.
-            network: a network of the engine; "none" has loopback alone.
+            network: "none" has loopback alone, "allow:HOST[:PORT],..." these hosts through a proxy;
+                or the name of a network of the engine, unrestricted.
             limits: memory, processes, processors and disk, for all of its processes together.
             user: `name[:group]`, or numbers; by default the image's.
             workdir: by default the image's.
@@ -370,6 +371,7 @@ class Pool:
             ProgramUnsupported: there is no engine on this machine, or it lacks the image.
             SandboxUnavailable: the engine failed.
             Overloaded: `max_sessions` are open, and none was closed in time.
+            ValueError: the list of hosts has what is none.
         """
         fleet = await self._open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())

@@ -41,7 +41,8 @@ def results(docker_engine: None) -> Results:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    answer: Results = json.loads(done.stdout)
+    return answer
 
 
 @pytest.mark.parametrize("attempt", MUST_PASS, ids=lambda attempt: attempt.name)
@@ -101,7 +102,7 @@ def num_sockets() -> int:
 
 @pytest.mark.anyio
 async def test_stream_to_a_port(box: Computer) -> None:
-    async with await box.connect(8080) as stream:
+    async with box.port(8080) as address, await connect(address) as stream:
         for text in (b"hello\n", b"x" * 200_000 + b"\n"):
             answer = b""
             await stream.send(text)
@@ -111,9 +112,7 @@ async def test_stream_to_a_port(box: Computer) -> None:
 
 
 @pytest.mark.anyio
-async def test_closed_port_is_an_error_of_the_program(box: Computer) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        await box.connect(81)
+async def test_closed_port_closes_connections(box: Computer) -> None:
     async with box.port(81) as address:
         assert await exchange(address) == b""
 
@@ -123,7 +122,7 @@ async def test_port_is_led_to_ours_until_it_is_left(box: Computer) -> None:
     before = num_sockets()
     async with box.port(8080) as address:
         assert await exchange(address) == b"HELLO\n"
-        held = await anyio.connect_tcp(*address.split(":"))
+        held = await connect(address)
     with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
         await held.receive()
     await held.aclose()
@@ -132,8 +131,13 @@ async def test_port_is_led_to_ours_until_it_is_left(box: Computer) -> None:
     await until(lambda: num_sockets() == before)
 
 
+async def connect(address: str) -> SocketStream:
+    host, _, port = address.partition(":")
+    return await anyio.connect_tcp(host, int(port))
+
+
 async def exchange(address: str) -> bytes:
-    async with await anyio.connect_tcp(*address.split(":")) as stream:
+    async with await connect(address) as stream:
         with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
             await stream.send(b"hello\n")
             return await stream.receive()
@@ -147,24 +151,26 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("how", ["lost", "killed processes"])
-async def test_connections_end_with_the_computer(box: Computer, how: str) -> None:
-    async with box.port(8080) as address, await box.connect(8080) as stream:
+async def test_connections_end_with_the_processes(box: Computer) -> None:
+    async with box.port(8080) as address, await connect(address) as stream:
         await stream.send(b"hello\n")
         assert await stream.receive() == b"HELLO\n"
-        if how == "lost":
-            box._machine.channel.lose("a test")
-        else:
-            await box.kill_processes()
+        await box.kill_processes()
         with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
             await stream.receive()
-        if how == "lost":
-            with pytest.raises(ComputerLost):
-                await box.connect(8080)
-        else:
-            with pytest.raises(ConnectionRefusedError):
-                await box.connect(8080)
-            assert await exchange(address) == b""
+        assert await exchange(address) == b""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_lost_computer_is_no_closed_port(box: Computer, is_noticed: bool) -> None:
+    with pytest.raises(ComputerLost):  # noqa: PT012
+        async with box.port(8080) as address, await connect(address) as stream:
+            box._machine.channel.lose("a test")
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+            if is_noticed:
+                raise ConnectionError
 
 
 @pytest.mark.anyio

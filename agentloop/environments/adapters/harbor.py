@@ -173,8 +173,8 @@ async def task(
 
     Args:
         folder: a task's folder, or one that has them.
-        network: network of the engine for tasks that allow the internet, such as `bridge`; by
-            default they have none.
+        network: `allow:HOST[:PORT],...`, or a network of the engine such as `bridge`, for tasks
+            that allow the internet; by default they have none.
         command_timeout_s: time limit of each of the agent's commands.
         oracle: run the task's solution before the agent begins.
     """

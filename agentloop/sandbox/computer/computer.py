@@ -339,41 +339,30 @@ class Computer:
 
     # -- ports --------------------------------------------------------------------------------
 
-    async def connect(self, port: int) -> SocketStream:
-        """Connect to a port of its loopback, on which one of its programs listens.
-
-        Raises:
-            OSError: nothing listens there, or it does not answer.
-            ComputerLost: the computer is gone.
-        """
-        machine = self._machine
-        machine.channel.check()
-        try:
-            return await machine.sockets.connect(port)
-        except OSError:
-            machine.channel.check()
-            raise
-
     @asynccontextmanager
     async def port(self, port: int) -> AsyncIterator[str]:
         """Lead a port of this machine's loopback to one of its own; yield `127.0.0.1:NUMBER`.
 
-        What answers there is the computer's: follow no redirects. Connections that it refuses are
-        closed.
+        Where nothing listens, connections are closed at once. What answers is the computer's:
+        follow no redirects. If the computer is lost meanwhile, the end raises ComputerLost.
         """
-
         machine = self._machine
         machine.channel.check()
 
         async def handle(near: SocketStream) -> None:
             async with await machine.sockets.connect(port) as far:
-                await relay(near, far, near, one_answer=False)
+                await relay(near, far, near)
 
-        outer = socket.create_server(("127.0.0.1", 0))
-        number = outer.getsockname()[1]
-        listener = await SocketListener.from_socket(outer)
-        async with serving(machine.tasks, listener, handle):
-            yield f"127.0.0.1:{number}"
+        with socket.create_server(("127.0.0.1", 0)) as outer:
+            address = f"127.0.0.1:{outer.getsockname()[1]}"
+            listener = await SocketListener.from_socket(outer.detach())
+        try:
+            async with serving(machine.tasks, listener, handle):
+                yield address
+        except Exception:
+            machine.channel.check()  # which would say nothing about its programs
+            raise
+        machine.channel.check()
 
     # -- snapshots ----------------------------------------------------------------------------
 

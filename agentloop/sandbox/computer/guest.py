@@ -292,10 +292,8 @@ class Shell:
             env = {"HOME": home, "USER": login, "LOGNAME": login, "TERM": "dumb"}
             env = {**guest.environment, **env, **request["env"]}
             path = find_shell()
-            options = (
-                ["--noprofile", "--norc", "--noediting", "-i"] if path.endswith("bash") else ["-i"]
-            )
-            os.execve(path, [path, *options], env)
+            options = BASH_OPTIONS if path.endswith("bash") else []
+            os.execve(path, [path, *options, "-i"], env)
 
         fds = {0: in_r, 1: out_w, 2: err_w, CONTROL_FD: ctl_w}
         self.pid = start(fds, request["user"], main, request["cwd"])

@@ -1,28 +1,26 @@
 """The proxy of a computer with an allow-list, and connections to its ports.
 
     program ──127.0.0.1:3128──┐ in the computer, which has no other network
-                              │ a socket of the computer's, held by this process
+                              │ a socket of that network, held by this process
     EgressProxy: read, check, look the name up, check its addresses ──> server
 
 The kernel lets nothing else out: there is no interface but the loopback. The computer's first
-process makes sockets in its network and passes them to us (guest.py), so its programs have no part
-in what listens there, and bytes take no way around.
+process makes the sockets and passes them to us (guest.py); no program has a part in them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from ipaddress import ip_address
 
 import anyio
-from anyio.abc import SocketListener, SocketStream, TaskGroup, TaskStatus
+from anyio.abc import SocketListener, SocketStream, TaskGroup
 
 from agentloop.sandbox.computer.egress import (
-    HANDSHAKE,
     TLS_PORT,
     Address,
     AllowList,
@@ -30,8 +28,7 @@ from agentloop.sandbox.computer.egress import (
     Refused,
     is_public,
     parse_request,
-    plain,
-    read_server_name,
+    read_address,
 )
 
 PORT = 3128  # inside
@@ -41,18 +38,17 @@ HEAD_TIMEOUT_S, CONNECT_TIMEOUT_S = 30.0, 15.0
 IDLE_S = 300.0  # without a byte in either direction
 SOCKET_TIMEOUT_S, ACCEPT_PAUSE_S = 10.0, 0.2
 MAX_HEAD_BYTES, END_OF_HEAD = 32 << 10, b"\r\n\r\n"
+HANDSHAKE = b"\x16"  # the first byte of TLS
 ENDED = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
-_URL = f"http://127.0.0.1:{PORT}"
-_LOCAL = "localhost,127.0.0.1,::1"
-_VARIABLES = {"http_proxy": _URL, "https_proxy": _URL, "all_proxy": _URL, "no_proxy": _LOCAL}
 ENVIRONMENT = [
     f"{name}={value}"
-    for lower, value in _VARIABLES.items()
-    for name in (lower, lower.upper())  # programs know one or the other
+    for value, lower in (
+        (f"http://127.0.0.1:{PORT}", ("http_proxy", "https_proxy", "all_proxy")),
+        ("localhost,127.0.0.1,::1", ("no_proxy",)),
+    )
+    for name in (*lower, *map(str.upper, lower))  # programs know one or the other
 ]
-
-Handler = Callable[[SocketStream], Awaitable[None]]
 
 
 class GuestSockets:
@@ -69,10 +65,9 @@ class GuestSockets:
             with anyio.fail_after(SOCKET_TIMEOUT_S, shield=True):
                 self._connection.send(b"\0")
                 await anyio.wait_readable(self._connection)
-            flags = socket.MSG_CMSG_CLOEXEC
-            data, fds, _, _ = socket.recv_fds(self._connection, 1, 1, flags)
+            _, fds, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not fds:
-            raise OSError(24, "the computer can't make a socket" if data else "it is gone")
+            raise OSError(24, "the computer is gone, or can't make a socket")
         made = socket.socket(fileno=fds[0])
         made.setblocking(False)
         return made
@@ -99,10 +94,11 @@ class GuestSockets:
         self._connection.close()
 
 
-async def _serve(
-    listener: SocketListener, handle: Handler, *, task_status: TaskStatus[anyio.CancelScope]
-) -> None:
-    """Handle connections until cancelled, a bounded number at a time; more wait in the kernel."""
+@asynccontextmanager
+async def serving(
+    group: TaskGroup, listener: SocketListener, handle: Callable[[SocketStream], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Handle a bounded number of connections at a time; the end closes them and the listener."""
     places = anyio.Semaphore(MAX_CONNECTIONS)
 
     async def attend(stream: SocketStream) -> None:
@@ -114,23 +110,19 @@ async def _serve(
         finally:
             places.release()
 
-    async with listener, anyio.create_task_group() as group:
-        task_status.started(group.cancel_scope)
-        while True:
-            await places.acquire()  # no deadline: each connection has one
-            try:
-                group.start_soon(attend, await listener.accept())
-            except OSError:  # this process has too many descriptors: those who wait, wait
-                places.release()
-                await anyio.sleep(ACCEPT_PAUSE_S)
+    async def serve() -> None:
+        with scope:
+            async with listener, anyio.create_task_group() as tasks:
+                while True:
+                    await places.acquire()  # no deadline: each connection has one
+                    try:
+                        tasks.start_soon(attend, await listener.accept())
+                    except OSError:  # we have too many descriptors: others wait in the kernel
+                        places.release()
+                        await anyio.sleep(ACCEPT_PAUSE_S)
 
-
-@asynccontextmanager
-async def serving(
-    group: TaskGroup, listener: SocketListener, handle: Handler
-) -> AsyncIterator[None]:
-    """Serve a listener; at the end it is closed, and its connections with it."""
-    scope = await group.start(partial(_serve, listener, handle))
+    scope = anyio.CancelScope()
+    group.start_soon(serve)
     try:
         yield
     finally:
@@ -138,7 +130,7 @@ async def serving(
 
 
 async def relay(
-    near: SocketStream, far: SocketStream, outgoing: AsyncIterable[bytes], *, one_answer: bool
+    near: SocketStream, far: SocketStream, outgoing: AsyncIterable[bytes], one_answer: bool = False
 ) -> None:
     """Copy both ways until both have ended, or nothing has moved for long.
 
@@ -150,9 +142,10 @@ async def relay(
 
         async def copy(source: AsyncIterable[bytes], target: SocketStream) -> None:
             try:
-                async for data in source:
-                    await target.send(data)
-                    scope.deadline = anyio.current_time() + IDLE_S
+                with suppress(anyio.EndOfStream):
+                    async for data in source:
+                        await target.send(data)
+                        scope.deadline = anyio.current_time() + IDLE_S
                 await target.send_eof()
             except (*ENDED, Refused):
                 scope.cancel()
@@ -177,53 +170,39 @@ class EgressProxy:
             with anyio.fail_after(HEAD_TIMEOUT_S):
                 head, rest = await _receive_head(near)
             request = parse_request(head)
-            far = await self._connect(request.host, request.port)
+            with anyio.fail_after(CONNECT_TIMEOUT_S):
+                far = await self._connect(request.host, request.port)
         except Refused as error:
-            await _answer(near, "403 Forbidden", str(error))
+            await _send(near, "403 Forbidden", f"agentloop: {error}\n")
             return
-        except (OSError, TimeoutError) as error:
-            await _answer(near, "502 Bad Gateway", error.strerror or "no connection")
+        except OSError as error:
+            await _send(near, "502 Bad Gateway", f"agentloop: {error.strerror or 'no answer'}\n")
             return
         async with far:
             if request.head is None:
-                with anyio.fail_after(HEAD_TIMEOUT_S):
-                    await near.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                await relay(near, far, _tunnelled(near, request, rest), one_answer=False)
+                await _send(near, "200 Connection established")
+                await relay(near, far, _tunnelled(near, request, rest))
             else:
                 await relay(near, far, _one_request(near, request, rest), one_answer=True)
 
-    async def _connect(self, host: str, port: int) -> SocketStream:
+    async def _connect(self, host: str | Address, port: int) -> SocketStream:
         """Connect to a host by an address that may be reached. Raises Refused, OSError."""
-        address = self._allowed.check_host(host, port)
-        with anyio.fail_after(CONNECT_TIMEOUT_S):
-            if address is not None:
-                return await anyio.connect_tcp(str(address), port)
-            admitted = [
-                found
-                for found in await self._look_up(host, port)
-                if self._allowed.lists(found, port) or (is_public(found) and not _is_ours(found))
-            ]
-            if not admitted:
-                raise Refused(f"{host} has no public address; that which it has is not listed")
-            error: OSError | None = None
-            for address in admitted:
+        if not self._allowed.has(host, port):
+            raise Refused(f"{host} is not listed with port {port}")
+        if not isinstance(host, str):
+            return await anyio.connect_tcp(str(host), port)
+        look_up = partial(socket.getaddrinfo, host.encode(), port, type=socket.SOCK_STREAM)
+        rows = await anyio.to_thread.run_sync(
+            look_up, abandon_on_cancel=True, limiter=self._lookups
+        )
+        failure: Exception = Refused(f"{host} has no public address, and none that is listed")
+        for address in dict.fromkeys(read_address(str(row[4][0])) for row in rows):
+            if self._allowed.has(address, port) or (is_public(address) and not _is_ours(address)):
                 try:
                     return await anyio.connect_tcp(str(address), port)
-                except OSError as failure:
-                    error = failure
-            assert error is not None
-            raise error
-
-    async def _look_up(self, host: str, port: int) -> list[Address]:
-        try:
-            rows = await anyio.to_thread.run_sync(
-                partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM),
-                abandon_on_cancel=True,
-                limiter=self._lookups,
-            )
-        except (OSError, UnicodeError) as error:
-            raise OSError(5, f"{host} is not known") from error
-        return list(dict.fromkeys(plain(ip_address(row[4][0])) for row in rows))
+                except OSError as error:
+                    failure = error
+        raise failure
 
 
 def _is_ours(address: Address) -> bool:
@@ -247,51 +226,63 @@ async def _receive_head(near: SocketStream) -> tuple[bytes, bytes]:
     return data[:end], data[end + len(END_OF_HEAD) :]
 
 
-async def _answer(near: SocketStream, status: str, reason: str) -> None:
-    body = f"agentloop: {reason}\n".encode()
+async def _send(near: SocketStream, status: str, body: str = "") -> None:
+    length = f"Content-Length: {len(body)}\r\nConnection: close\r\n" if body else ""
     with anyio.fail_after(HEAD_TIMEOUT_S):
-        await near.send(
-            f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n".encode()
-            + body
-        )
+        await near.send(f"HTTP/1.1 {status}\r\n{length}\r\n{body}".encode())
 
 
 async def _one_request(
-    near: SocketStream, request: ProxyRequest, rest: bytes
+    near: SocketStream, request: ProxyRequest, data: bytes
 ) -> AsyncIterator[bytes]:
     """Yield a request, its body, and nothing that comes behind it."""
-    assert request.head is not None
-    yield request.head
+    yield request.head or b""
     left = request.body_bytes
-    async for data in _all(near, rest):
+    while True:
         if len(data) > left:
             raise Refused("one request for each connection")
         left -= len(data)
         yield data
+        data = await near.receive()
 
 
 async def _tunnelled(
-    near: SocketStream, request: ProxyRequest, rest: bytes
+    near: SocketStream, request: ProxyRequest, data: bytes
 ) -> AsyncIterator[bytes]:
     """Yield all bytes, after a look at the first ones.
 
     TLS must ask for the server to whom the tunnel leads: many share the addresses of one provider.
     """
-    chunks = _all(near, rest)
-    data = await anext(chunks, b"")
-    if request.is_name and (request.port == TLS_PORT or data[:1] == HANDSHAKE):
-        while (name := read_server_name(data)) is None:
-            data += await near.receive()
-        if name != request.host:
-            raise Refused(f"this tunnel leads to {request.host}")
+    data = data or await near.receive()
+    if isinstance(request.host, str) and (request.port == TLS_PORT or data[:1] == HANDSHAKE):
+        data = await _check_hello(near, data, request.host)
     yield data
-    async for data in chunks:
-        yield data
-
-
-async def _all(near: SocketStream, first: bytes) -> AsyncIterator[bytes]:
-    if first:
-        yield first
     async for data in near:
         yield data
+
+
+async def _check_hello(near: SocketStream, data: bytes, host: str) -> bytes:
+    """Return the first message of a TLS client. Raises Refused if it asks for another server."""
+    names: list[str | None] = []
+
+    def take(tls: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> int:
+        names.append(name and name.lower())
+        return ssl.ALERT_DESCRIPTION_HANDSHAKE_FAILURE  # of this reader, which nobody hears
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sni_callback = take
+    incoming = ssl.MemoryBIO()
+    reader = context.wrap_bio(incoming, ssl.MemoryBIO(), server_side=True)
+    incoming.write(data)
+    while len(data) <= MAX_HEAD_BYTES:
+        try:
+            reader.do_handshake()
+        except ssl.SSLWantReadError:
+            more = await near.receive()
+            data += more
+            incoming.write(more)
+        except ssl.SSLError:
+            break
+    if names != [host]:
+        raise Refused(f"this is no TLS with {host}")
+    return data
