@@ -93,6 +93,11 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         "math-verify==0.8.0. They are added to the project's own image; for local processes they "
         "must be installed already.",
     )
+    system_packages: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]] = Field(
+        default_factory=list,
+        description="Debian packages to add to the project's own image, such as g++ and nodejs for "
+        "programs in C++ and JavaScript.",
+    )
     workers: Annotated[int, Field(ge=1)] = Field(
         default_factory=default_workers,
         description="Number of containers, or of local worker processes, for calls; each runs one "
@@ -146,10 +151,10 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _has_one_image(self) -> Self:
-        if self.image and self.packages:
+        if self.image and (self.packages or self.system_packages):
             raise ValueError(
-                f"packages: can only be added to the project's own image, not to {self.image!r}; "
-                "leave one of the two empty"
+                "packages, system_packages: can only be added to the project's own image, not to "
+                f"{self.image!r}; leave one of them empty"
             )
         return self
 

@@ -94,7 +94,8 @@ class Call:
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
         is_cell = self.session is not None
-        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, memory_bytes)
+        native = frame.get("native", False)
+        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, native, memory_bytes)
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same

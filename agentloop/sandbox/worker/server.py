@@ -222,6 +222,8 @@ class WorkerServer:
     def accept(self, frame: dict[str, Any]) -> None:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
+        if not self.counters.exist:  # nothing else would limit its memory
+            frame.pop("native", None)
         try:
             call = Call(frame, self.spec.memory_bytes)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
