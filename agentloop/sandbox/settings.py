@@ -108,6 +108,11 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Number of open notebook sessions, and of open computers. Each has a container "
         "of its own, beside those for calls; an idle one only costs memory.",
     )
+    built_images_gib: Annotated[float, Field(ge=0)] = Field(
+        default=20.0,
+        description="Disk for images that were built of folders, such as those of Harbor tasks. "
+        "Beyond it, the least recently used that no computer uses are removed.",
+    )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=4.0, description="Wall time limit of a call that does not set its own."
     )

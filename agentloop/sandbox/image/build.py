@@ -368,6 +368,8 @@ async def run_build(
     name: str,
     arguments: Mapping[str, str],
     timeout_s: float = BUILD_TIMEOUT_S,
+    *,
+    label: str = "",
 ) -> None:
     """Build an image from a tar with a Dockerfile.
 
@@ -382,6 +384,7 @@ async def run_build(
                 encoding="identity",
                 tag=name,
                 buildargs=dict(arguments),
+                labels={label: ""} if label else None,
                 stream=True,
                 timeout=None,
             )
