@@ -197,17 +197,7 @@ def run_code_answer(result: CallResult, language: Language | None) -> JsonObject
     }
     if language == "cpp" and result.error is not None and result.error.type == COMPILE_ERROR:
         return _fusion("Failed", "", None, run)
-    compiled = COMPILED if language == "cpp" else None
-    return _fusion("Success" if result.ok else "Failed", "", run, compiled)
-
-
-COMPILED: JsonObject = {
-    "status": "Finished",
-    "execution_time": None,
-    "return_code": 0,
-    "stdout": "",
-    "stderr": "",
-}
+    return _fusion("Success" if result.ok else "Failed", "", run)
 
 
 def _fusion(

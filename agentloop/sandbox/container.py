@@ -478,9 +478,7 @@ async def _prepare_engine(
     """An engine on which nothing of dead owners is left, and which has the image."""
     if num := await reap_containers(docker, is_local(url)):
         on_progress(f"Removed {num} containers left by a killed process.")
-    image = await ensure_image(
-        docker, settings.image, on_progress, settings.packages, settings.system_packages
-    )
+    image = await ensure_image(docker, settings.image, on_progress, settings.packages)
     return ContainerEngine(docker, is_local(url), image, await docker.system.info())
 
 

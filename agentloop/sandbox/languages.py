@@ -64,8 +64,13 @@ os.execve(program, ["program"], os.environ)
 
 
 @dataclass(frozen=True)
-class Tools:
-    """What runs programs of a language, or compiles them, and the name of a source."""
+class LanguageTools:
+    """The command that runs programs of a language, or compiles them.
+
+    Attributes:
+        file: name of a source.
+        package: Debian's name of what has the command.
+    """
 
     command: str
     file: str
@@ -82,10 +87,10 @@ class Tools:
         return template.format(source=source, file=self.file, command=self.command)
 
 
-TOOLS: dict[str, Tools] = {
-    "bash": Tools("bash", "main.sh", compiles=False, package="bash"),
-    "cpp": Tools("g++", "main.cpp", compiles=True, package="g++"),
-    "javascript": Tools("node", "main.js", compiles=False, package="nodejs"),
+TOOLS: dict[str, LanguageTools] = {
+    "bash": LanguageTools("bash", "main.sh", compiles=False, package="bash"),
+    "cpp": LanguageTools("g++", "main.cpp", compiles=True, package="g++"),
+    "javascript": LanguageTools("node", "main.js", compiles=False, package="nodejs"),
 }
 
 

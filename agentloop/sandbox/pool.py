@@ -20,7 +20,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -297,25 +296,23 @@ class Pool:
 
         Raises:
             ProgramUnsupported: the sandbox lacks what runs the language.
-            ValueError: a limit is out of range.
+            ValueError: a limit is out of range, or the language unknown.
             TypeError: `code` or `stdin` is not a str, or `memory_mib` not an int.
             RuntimeError: the pool is not open.
         """
-        message = partial(self._calls.message, memory_mib=memory_mib)
-        final = message(code, stdin, timeout_s, output=output, native=language != "python")
-        if language != "python":
-            await self.check_language(language)
-            final["code"] = TOOLS[language].first_call(code)
-        if language != "python" and TOOLS[language].compiles:
-            first = message(
-                final["code"], "", compile_timeout_s, output=COMPILE_OUTPUT, native=True
-            )
-            program = second_call(await self._calls.run(first))
+        native = language != "python"
+        message = self._calls.message(code, stdin, timeout_s, memory_mib, output, native)
+        if not native:
+            return await self._calls.run(message)
+        await self.check_language(language)
+        message["code"] = TOOLS[language].first_call(code)
+        if TOOLS[language].compiles:
+            compiling = (message["code"], "", compile_timeout_s, None, COMPILE_OUTPUT, True)
+            program = second_call(await self._calls.run(self._calls.message(*compiling)))
             if isinstance(program, CallResult):
                 return program
-            final["code"] = program
-        result = await self._calls.run(final)
-        return result if language == "python" else checked(result)
+            message["code"] = program
+        return checked(await self._calls.run(message))
 
     async def run_native(self, code: str, stdin: str, **limits: Any) -> CallResult:
         """Run Python that becomes another program, for a pool elsewhere (host.py)."""
@@ -329,6 +326,8 @@ class Pool:
         """
         if language == "python":
             return
+        if language not in TOOLS:
+            raise ValueError(f"language: {language!r} is none of python, {', '.join(TOOLS)}")
         if language not in self._languages:
             probe = self._calls.message(TOOLS[language].probe, "", PROBE_TIMEOUT_S, None)
             result = await self._calls.run(probe)
@@ -338,7 +337,7 @@ class Pool:
             tools = TOOLS[language]
             raise ProgramUnsupported(
                 f"language: {language!r} needs {tools.command}, which is not in the sandbox: set "
-                f'system_packages=["{tools.package}"], or install it where calls run'
+                f'packages=["debian:{tools.package}"], or install it where calls run'
             )
 
     @asynccontextmanager

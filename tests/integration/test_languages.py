@@ -17,8 +17,8 @@ from tests.integration.conftest import need
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(900)]
 
-ADDED = ["g++", "nodejs"]
-SETTINGS = PoolSettings(backend="docker", workers=2, preload=[], system_packages=ADDED)
+ADDED = ["debian:g++", "debian:nodejs"]
+SETTINGS = PoolSettings(backend="docker", workers=2, preload=[], packages=ADDED)
 DOUBLE = (
     "#include <bits/stdc++.h>\n"
     "int main() { int n; std::cin >> n; std::cout << 2 * n << std::endl; return n == 7 ? 3 : 0; }"
@@ -32,7 +32,7 @@ FILL = "const kept = []; for (;;) kept.push(new Array(100000).fill(1));"
 @pytest.fixture(scope="module")
 async def pool(docker_engine: None, anyio_backend: str) -> AsyncIterator[Pool]:
     async with connect(timeout_s=60) as docker:
-        was_there = await has_image(docker, image_tag([], ADDED))
+        was_there = await has_image(docker, image_tag(ADDED))
         try:
             async with Pool(SETTINGS, on_progress=print) as pool:
                 yield pool
@@ -41,7 +41,7 @@ async def pool(docker_engine: None, anyio_backend: str) -> AsyncIterator[Pool]:
         finally:
             if not was_there:
                 with contextlib.suppress(aiodocker.DockerError):
-                    await docker.images.delete(image_tag([], ADDED), force=True)
+                    await docker.images.delete(image_tag(ADDED), force=True)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import base64
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -50,15 +50,20 @@ async def test_shell_script_has_input_output_and_exit_status(pool: Pool) -> None
 
 
 async def test_source_is_written_as_it_is(pool: Pool) -> None:
-    text = "{\"é\\'\n\n\"\"\"}"
+    text = '{"é\\\'\n\n"""}'
     result = await pool.run(f"cat << 'END'\n{text} \ud800\nEND", language="bash")
     assert result.stdout == f"{text} ?\n"
 
 
 async def test_missing_language_is_named_with_its_remedy(pool: Pool, without_node: None) -> None:
     for _ in range(2):
-        with pytest.raises(ProgramUnsupported, match=r'no-node.*system_packages=\["nodejs"\]'):
+        with pytest.raises(ProgramUnsupported, match=r'no-node.*packages=\["debian:nodejs"\]'):
             await pool.run("1", language="javascript")
+
+
+async def test_unknown_language_is_refused(pool: Pool) -> None:
+    with pytest.raises(ValueError, match="'ruby' is none of python, bash, cpp, javascript"):
+        await pool.run("1", language=cast(Any, "ruby"))
 
 
 async def test_scripts_run_on_another_machine(pool: Pool, without_node: None) -> None:

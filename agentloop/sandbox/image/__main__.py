@@ -15,16 +15,9 @@ from agentloop.sandbox.image.build import build_image, ensure_image
 async def build(options: argparse.Namespace) -> None:
     async with connect(options.engine, timeout_s=60, on_progress=print) as docker:
         if options.base:
-            await build_image(
-                docker,
-                print,
-                packages=options.package,
-                system_packages=options.system_package,
-                base=options.base,
-            )
+            await build_image(docker, print, packages=options.package, base=options.base)
         else:
-            added = options.package, options.system_package
-            print("In place:", await ensure_image(docker, "", print, *added))
+            print("In place:", await ensure_image(docker, "", print, options.package))
 
 
 def main() -> int:
@@ -36,13 +29,6 @@ def main() -> int:
         default=[],
         metavar="NAME",
         help="add a package, such as math-verify==0.8.0; for pools with the same `packages`",
-    )
-    parser.add_argument(
-        "--system-package",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="add a Debian package, such as g++; for pools with the same `system_packages`",
     )
     parser.add_argument("--engine", default="", help="unix:///path or tcp://host:port")
     parser.add_argument(

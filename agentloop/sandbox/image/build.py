@@ -37,6 +37,7 @@ import anyio
 from agentloop.child_environment import for_pip, for_system
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.settings import split_packages
 
 Progress = Callable[[str], None]
 
@@ -68,14 +69,15 @@ print(json.dumps({
 """
 
 
-def image_tag(packages: Sequence[str] = (), system_packages: Sequence[str] = ()) -> str:
+def image_tag(packages: Sequence[str] = ()) -> str:
     """Name and tag of the image that the present recipe makes with these packages added."""
-    recipe = DOCKERFILE.read_bytes() + REQUIREMENTS.read_bytes() + _base_recipe(system_packages)
-    return f"{IMAGE_NAME}:{_short_hash(recipe + repr(sorted(packages)).encode())}"
+    wheels, debian = split_packages(packages)
+    recipe = DOCKERFILE.read_bytes() + REQUIREMENTS.read_bytes() + _base_recipe(debian)
+    return f"{IMAGE_NAME}:{_short_hash(recipe + repr(wheels).encode())}"
 
 
-def _base_recipe(system_packages: Sequence[str]) -> bytes:
-    return repr(((*SYSTEM_PACKAGES, *sorted(system_packages)), NEWER, LEFT_OUT)).encode()
+def _base_recipe(debian: Sequence[str]) -> bytes:
+    return repr(((*SYSTEM_PACKAGES, *debian), NEWER, LEFT_OUT)).encode()
 
 
 def _short_hash(recipe: bytes) -> str:
@@ -83,19 +85,15 @@ def _short_hash(recipe: bytes) -> str:
 
 
 async def ensure_image(
-    docker: aiodocker.Docker,
-    image: str,
-    progress: Progress,
-    packages: Sequence[str] = (),
-    system_packages: Sequence[str] = (),
+    docker: aiodocker.Docker, image: str, progress: Progress, packages: Sequence[str] = ()
 ) -> str:
     """`image`, or the project's own if that is empty: built now where the engine lacks it."""
-    name = image or image_tag(packages, system_packages)
+    name = image or image_tag(packages)
     if await has_image(docker, name):
         return name
     if image:
         raise SandboxUnavailable(f"the engine has no image {image!r}; pull or build it first")
-    await build_image(docker, progress, packages=packages, system_packages=system_packages)
+    await build_image(docker, progress, packages=packages)
     return name
 
 
@@ -115,7 +113,6 @@ async def build_image(
     progress: Progress,
     *,
     packages: Sequence[str] = (),
-    system_packages: Sequence[str] = (),
     base: str = "",
 ) -> None:
     """Make the image on `base`, by default the Dockerfile's or else one from system packages.
@@ -123,21 +120,22 @@ async def build_image(
     Raises:
         SandboxUnavailable: there is no base; the message says what to install.
     """
-    default = _dockerfile_base()
+    name, (wheels, debian) = image_tag(packages), split_packages(packages)
+    default, added = _dockerfile_base(), ""
     if await _can_pull(docker, base or default, progress):
         base = base or default
-        added = f"RUN {INSTALL} {' '.join(system_packages)}\n" if system_packages else ""
+        if debian:
+            added = f"RUN {INSTALL} {' '.join(debian)}\n"
     elif base:
         raise SandboxUnavailable(f"the base image {base} can't be pulled")
     else:
-        base, added = await _system_base(docker, progress, system_packages), ""
+        base = await _system_base(docker, progress, debian)
     python = await _python_of(docker, base)
     with tempfile.TemporaryDirectory() as folder:
-        names = ", ".join([*_pinned(), *packages])
+        names = ", ".join([*_pinned(), *wheels])
         progress(f"Sandbox image, step 2 of 3: fetching {names}")
-        await _fetch(python, packages, Path(folder))
+        await _fetch(python, wheels, Path(folder))
         progress("Sandbox image, step 3 of 3: building it")
-        name = image_tag(packages, system_packages)
         await _build(docker, base, python, Path(folder), added, name)
     progress(f"The sandbox image is ready: {name}")
 
@@ -161,14 +159,12 @@ async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> 
     return True
 
 
-async def _system_base(
-    docker: aiodocker.Docker, progress: Progress, system_packages: Sequence[str]
-) -> str:
+async def _system_base(docker: aiodocker.Docker, progress: Progress, debian: Sequence[str]) -> str:
     """A base from system packages; the one that was made before, if it is there."""
-    name = f"{BASE_NAME}:{_short_hash(_base_recipe(system_packages))}"
+    name = f"{BASE_NAME}:{_short_hash(_base_recipe(debian))}"
     if await has_image(docker, name):
         return name
-    commands = await anyio.to_thread.run_sync(_mmdebstrap_commands, system_packages)
+    commands = await anyio.to_thread.run_sync(_mmdebstrap_commands, debian)
     progress(
         "Sandbox image, step 1 of 3, needed once: making a base from system packages, which takes "
         "about a minute"
@@ -184,7 +180,7 @@ async def _system_base(
     raise SandboxUnavailable(f"mmdebstrap failed:\n{failure}\n{WITHOUT_IMAGE}")
 
 
-def _mmdebstrap_commands(system_packages: Sequence[str]) -> list[list[str]]:
+def _mmdebstrap_commands(debian: Sequence[str]) -> list[list[str]]:
     """mmdebstrap to standard output, with this machine's package sources: first of a newer release
     where the machine's is old, then of its own."""
     if shutil.which("mmdebstrap") is None:
@@ -198,7 +194,7 @@ def _mmdebstrap_commands(system_packages: Sequence[str]) -> list[list[str]]:
     sources = [str(path) for name in names if (path := Path("/etc/apt", name)).is_file()]
     if not suite or not sources:
         raise SandboxUnavailable("mmdebstrap needs a Debian or Ubuntu with its package sources")
-    include = f"--include={','.join([*SYSTEM_PACKAGES, *system_packages])}"
+    include = f"--include={','.join([*SYSTEM_PACKAGES, *debian])}"
     exclude = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
     start = ["mmdebstrap", "--quiet", "--variant=minbase", include]
     commands = [[*start, *exclude, suite, "-", *sources]]

@@ -222,10 +222,8 @@ class WorkerServer:
     def accept(self, frame: dict[str, Any]) -> None:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
-        if not self.counters.exist:  # nothing else would limit its memory
-            frame.pop("native", None)
         try:
-            call = Call(frame, self.spec.memory_bytes)
+            call = Call(frame, self.spec.memory_bytes, self.counters.exist)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
             reason = f"not a call: {error!r}"
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
