@@ -27,7 +27,7 @@ SHOWN_CHARS = 16_000
 
 
 class Box(Protocol):
-    """What the tools use of a computer, which something smaller may have as well."""
+    """The methods of a computer that the tools use; something smaller may have them as well."""
 
     async def run(self, command: str, /, *, timeout_s: float) -> CommandResult: ...
 

@@ -155,6 +155,8 @@ class LinkedClient:
 
     async def _run(self, request: LinkRequest) -> CallResult:
         call = request.model_dump(include={"code", "stdin", "timeout_s", "memory_mib"})
+        if request.native:
+            return await self._pool.run_native(**call, output=request.output)
         if request.session is None:
             return await self._pool.run(**call, output=request.output)
         if request.opens and request.session not in self._sessions:

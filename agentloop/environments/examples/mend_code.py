@@ -14,6 +14,9 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Annotated
+
+from pydantic import Field
 
 import agentloop
 from agentloop.agent.computer_tools import Bash, EditFile
@@ -128,7 +131,7 @@ async def mend(
     task: agentloop.Task,
     agent: agentloop.Agent,
     *,
-    level: int = 1,
+    level: Annotated[int, Field(ge=1, le=len(FUNCTIONS))] = 1,
     computers: bool = True,
     image: str = "",
 ) -> float:

@@ -41,6 +41,7 @@ from agentloop.sandbox.worker.wire import (
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
 MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
+HARD_BYTES = 0  # the most address space that a call may have, likewise
 CALL_OOM_SCORE = 1000
 REPORT_HEADROOM_BYTES = 8 << 20  # of address space, to report a MemoryError
 
@@ -77,8 +78,10 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
         if stdin is not None or num_cells:  # else it is /dev/null already
             give_stdin(stdin)
         limit_cpu(job.timeout_s, first=not num_cells)
-        if num_cells or job.memory_bytes != spec.memory_bytes:
+        if not job.native:
             limit_memory(job.memory_bytes, job.lasting)
+        else:  # node, for one, maps far more than it uses
+            lift_memory_limit()
         if not num_cells and (job.lasting or NEEDS_SEED.search(job.code)):
             seed_generators()
         if "fork" in job.code or "process" in job.code:
@@ -203,9 +206,17 @@ def limit_memory(num_bytes: int, lasting: bool) -> None:
     """Bound the address space, so that what one process allocates ends in a MemoryError. The
     cgroup bounds what the processes of a call hold together."""
     soft = MAPPED_BYTES + num_bytes
-    # A later cell of the session may have more.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + REPORT_HEADROOM_BYTES
+    hard = HARD_BYTES
+    if not lasting:
+        hard = min(soft + REPORT_HEADROOM_BYTES, hard)
+    elif (left := resource.getrlimit(resource.RLIMIT_AS)[1]) != resource.RLIM_INFINITY:
+        hard = min(left, hard)  # a later cell may have more, up to what its session has left
     set_limit(resource.RLIMIT_AS, min(soft, hard), hard)
+
+
+def lift_memory_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    set_limit(resource.RLIMIT_AS, hard, hard)
 
 
 def set_limit(which: int, soft: int, hard: int) -> None:

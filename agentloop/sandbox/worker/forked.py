@@ -81,7 +81,7 @@ def _num_continuing(data: bytearray) -> int:
 class Call:
     """A job on its way through a child."""
 
-    def __init__(self, frame: dict[str, Any], memory_bytes: int) -> None:
+    def __init__(self, frame: dict[str, Any], memory_bytes: int, counts_memory: bool) -> None:
         self.id: int = frame["id"]
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]
@@ -94,7 +94,9 @@ class Call:
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
         is_cell = self.session is not None
-        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, memory_bytes)
+        # Else nothing but the address space would limit its memory.
+        native = counts_memory and frame.get("native", False)
+        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, native, memory_bytes)
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same

@@ -223,7 +223,7 @@ class WorkerServer:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
         try:
-            call = Call(frame, self.spec.memory_bytes)
+            call = Call(frame, self.spec.memory_bytes, self.counters.exist)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
             reason = f"not a call: {error!r}"
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
