@@ -70,7 +70,7 @@ class OpenEnvSession:
             async with socket:
                 yield cls(socket, schema, timeout_s)
 
-    async def request(self, kind: str, data: object) -> JsonObject:
+    async def request(self, kind: str, data: object = None) -> JsonObject:
         """Send a message, and return the observation, reward and end in the answer.
 
         Raises:
@@ -81,7 +81,8 @@ class OpenEnvSession:
         """
         try:
             with anyio.fail_after(self._timeout_s):
-                await self._socket.send_json({"type": kind, "data": data})
+                message = {"type": kind} if data is None else {"type": kind, "data": data}
+                await self._socket.send_json(message)
                 answer = await self._socket.receive()
         except ConnectionError as error:
             raise ServerUnavailable(f"openenv: {kind}: {error}") from error
