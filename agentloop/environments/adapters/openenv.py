@@ -76,23 +76,11 @@ async def episode(
             form = f"Write each message as a JSON object: {json.dumps(session.schema)}"
             instructions = "\n\n".join(part for part in (system, "" if field else form) if part)
             await agent.run(opening, system=instructions or None, reply=act)
-        share = await _share_of_checks(session) if game.is_done else None
+        share = await session.share_of_checks() if game.is_done else None
     if game.is_done and not game.rewards:
         raise RuntimeError("openenv: the episode is done, and no step of it had a reward")
     reward = sum(game.rewards) if share is None else share
     return {"reward": reward, "steps": game.num_steps}
-
-
-async def _share_of_checks(session: OpenEnvSession) -> float | None:
-    """Return the share of the server's checks that have passed; None if it does not tell."""
-    try:
-        checks = (await session.request("state")).get("verify_results")
-    except RuntimeError:  # it has no state, or none that is JSON
-        return None
-    if not isinstance(checks, list) or not checks:
-        return None
-    passed = [isinstance(check, Mapping) and check.get("success") is True for check in checks]
-    return sum(passed) / len(passed)
 
 
 class _Game:

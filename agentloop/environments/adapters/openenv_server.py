@@ -96,3 +96,14 @@ class OpenEnvSession:
         if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
             raise InvalidAction(message)
         raise RuntimeError(f"openenv: {kind}: {message} ({payload.get('code')})")
+
+    async def share_of_checks(self) -> float | None:
+        """Return the share of the server's checks that have passed; None if it does not tell."""
+        try:
+            checks = (await self.request("state")).get("verify_results")
+        except RuntimeError:  # it has no state, or none that is JSON
+            return None
+        if not isinstance(checks, list) or not checks:
+            return None
+        passed = [isinstance(check, dict) and check.get("success") is True for check in checks]
+        return sum(passed) / len(passed)
