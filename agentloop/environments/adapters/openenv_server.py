@@ -81,7 +81,9 @@ class OpenEnvSession:
         """
         try:
             with anyio.fail_after(self._timeout_s):
-                message = {"type": kind} if data is None else {"type": kind, "data": data}
+                message: JsonObject = (
+                    {"type": kind} if data is None else {"type": kind, "data": data}
+                )
                 await self._socket.send_json(message)
                 answer = await self._socket.receive()
         except ConnectionError as error:
@@ -92,10 +94,10 @@ class OpenEnvSession:
         payload: JsonObject = response.get("data") or {}
         if response.get("type") != "error":
             return payload
-        message = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
+        problem = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
         if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
-            raise InvalidAction(message)
-        raise RuntimeError(f"openenv: {kind}: {message} ({payload.get('code')})")
+            raise InvalidAction(problem)
+        raise RuntimeError(f"openenv: {kind}: {problem} ({payload.get('code')})")
 
     async def share_of_checks(self) -> float | None:
         """Return the share of the server's checks that have passed; None if it does not tell."""
