@@ -188,6 +188,7 @@ class Lock:
         self.schema: Any = {"properties": {"number": number}, "required": ["number"]}
         self.num_open = self.most_open = 0
         self.reward: float | None = 0.5  # of a step
+        self.state: Any = {}
         self.awaited = 0  # sessions that must have been open at a time before any is answered
 
     async def describe(self, request: web.Request) -> web.Response:
@@ -204,7 +205,10 @@ class Lock:
                 requests = json.loads(message.data)
                 if '"number": 13' in message.data:
                     break
-                await socket.send_json(self.answer(requests["type"], requests["data"]))
+                if requests == {"type": "state"}:
+                    await socket.send_json({"type": "state", "data": self.state})
+                else:
+                    await socket.send_json(self.answer(requests["type"], requests["data"]))
         finally:
             self.num_open -= 1
         return socket
@@ -256,6 +260,18 @@ async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:
     assert '"number"' in system["content"]
     assert first["content"] == f"seed {seed} 2"
     assert lock.num_open == 0
+
+
+@pytest.mark.parametrize("forged", [1.0, -1.0, float("nan"), float("inf")])
+async def test_servers_checks_count_and_not_a_forged_reward(forged: float) -> None:
+    lock = Lock()
+    lock.reward = forged  # as of a file that the agent has written
+    lock.state = {"verify_results": [{"success": True}, {"success": False}, {"success": "yes"}, 1]}
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        (episode,) = await play(environment, numbers('{"number": 3}'))
+    assert episode.reward is not None
+    assert episode.reward.value == 0.25
 
 
 async def test_missing_rewards_are_not_zero() -> None:
