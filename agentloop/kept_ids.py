@@ -1,4 +1,4 @@
-"""The ids that top-k, top-p and min-p have left to sample from, for each sampled token."""
+"""The ids that top-k, top-p and min-p have left to sample from."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ class Trajectory:
 
     @property
     def kept(self) -> KeptIds | None:
-        """The kept ids of each id; None if no turn has them recorded."""
+        """The kept ids of each id; None: none were recorded."""
         if not any(isinstance(turn, TruncatedTurn) for turn in self.turns):
             return None
         kept = KeptIds()

@@ -99,7 +99,7 @@ def test_samples_that_fit_keep_their_kept_ids() -> None:
     assert fitting.kept_counts is not None
     assert batch.kept is not None
     assert batch.kept_counts is not None
-    assert fitting.kept_counts.tolist() == [*batch.kept_counts[:98]]
+    assert fitting.kept_counts.tolist() == batch.kept_counts[:98].tolist()
     assert fitting.kept.tolist() == batch.kept[: fitting.kept_counts.sum()].tolist()
 
 

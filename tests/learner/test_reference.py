@@ -84,7 +84,7 @@ def test_reference_is_the_initial_model(
         if step == 0:
             assert result["kl"] == pytest.approx(0, abs=1e-6)
         else:
-            assert result["kl"] > 1e-4, "the steps are too small to tell"
+            assert result["kl"] > 5e-5, "the steps are too small to tell"
         assert result["ref_logprobs_s"] > 0
 
 

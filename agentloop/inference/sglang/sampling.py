@@ -47,16 +47,16 @@ class Sampling(pydantic.BaseModel):
 
     @property
     def truncates(self) -> bool:
-        """True if some tokens cannot be sampled whose probability is not 0."""
+        """True if top-p, top-k or min-p is set."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def records_kept_ids(self) -> bool:
-        """True if the server is to report the ids that it has kept for each token."""
+        """True if servers are to report the kept ids."""
         return self._records_kept_ids
 
     def for_training(self) -> Sampling:
-        """Return the parameters for rollouts to train on, which need the kept ids."""
+        """Return them for rollouts to train on."""
         if not self.truncates:
             return self
         copied = self.model_copy()
