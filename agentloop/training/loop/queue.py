@@ -273,7 +273,6 @@ class GroupQueue:
         def work(db: sqlite3.Connection) -> None:
             rows = [(*key, zlib.compress(dumps(value), _LEVEL)) for *key, value in to_keep.rows]
             db.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
-            to_keep.is_kept = True
 
         async with self._keeping:  # no deadline: each transaction has one
             if to_keep.is_kept:
@@ -281,6 +280,7 @@ class GroupQueue:
             if self._to_keep is to_keep:
                 self._to_keep = _ToKeep()
             await self._transaction(work)
+            to_keep.is_kept = True
 
     async def kept(self, number: int) -> list[KeptRow]:
         """Return the rows of a group that were kept, in the order of their turns."""
