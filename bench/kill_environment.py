@@ -56,7 +56,7 @@ async def ask_again(task: agentloop.Task, agent: agentloop.Agent) -> float:
     def reply(answer: str) -> str | None:
         nonlocal num_asked
         num_asked += 1
-        return None if num_asked == 5 else task.prompt
+        return None if num_asked == 5 else str(task.prompt)
 
     answered = await agent.run(task.prompt, tools=[python_code_with_standard_io], reply=reply)
     return _coin("".join(turn.text for turn in answered.turns))

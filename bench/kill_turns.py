@@ -97,7 +97,7 @@ class _Engine:
         self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **_: Any
     ) -> None:
         self.in_flight[generation.key] = 0
-        for _ in range(1 + round(self._draw.expovariate(1 / _MEAN_TURN))):
+        for _number in range(1 + round(self._draw.expovariate(1 / _MEAN_TURN))):
             await self._emit(generation.key, [100 + self._draw.randrange(50)], on_chunk)
         turn = generation.ids.count(self._chat.end_id)
         call = "" if self._draw.random() < _LAST else _CALL % turn

@@ -191,3 +191,15 @@ async def test_replayable_environment_goes_on_with_its_remaining_time(
         assert (timeout_s < Budget().timeout_s - 99) is is_later
     if replayable:
         assert journals["1-t.0"][0].elapsed_s == 3
+
+
+async def test_group_that_was_lost_repeats_no_turns(tmp_path: Path) -> None:
+    async with opened_group(tmp_path) as (queue, _):
+        await queue.keep(1, "1-t.0", 0, {"at_s": 100.0, "history": "", "called": "send_mail"})
+    async with opened_group(tmp_path) as (_, progress):
+        for kept in (1, 0):
+            rollout = progress.rollout("1-t.0")
+            assert rollout is not None
+            assert rollout.elapsed_s == 100 * kept
+            assert len(rollout.journal("1-t.0", lambda: 0.0).kept) == kept
+            progress.start_anew()
