@@ -17,12 +17,13 @@ import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from agentloop.errors import RunFolderError, ServerError
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Turn
 
-__all__ = ["TurnJournal"]
+__all__ = ["Journals", "TurnJournal"]
 
 KeepTurn = Callable[[int, JsonObject], Awaitable[None]]
 """Keeps the state of a turn, by its number, durably."""
@@ -87,3 +88,16 @@ class TurnJournal:
             await self.keep(index, {"history": self._history, **row})
         except RunFolderError as error:
             raise ServerError(str(error)) from error
+
+
+class Journals(Protocol):
+    """Keeps what happens in a rollout; implemented by `agentloop.rollouts.progress`."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the rollout had taken when it was interrupted, as far as it was kept."""
+        ...
+
+    def journal(self, conversation: str, elapsed_s: Callable[[], float]) -> TurnJournal:
+        """Return the journal of a conversation."""
+        ...
