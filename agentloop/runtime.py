@@ -246,13 +246,11 @@ class Runtime:
             options: conditions that end a turn besides the model's end-of-turn token.
             template_arguments: variables of the chat template, besides those of the settings.
             reply: called with each answer; returns the user's next message, or None to end.
-            group: a name shared by rollouts with the same messages and tools, which then share
-                KV cache.
+            group: a name shared by rollouts that share KV cache: of the same messages and tools.
             prompt_ids: the token ids of `messages` with the tools, if they are known.
             id: id of the trajectory, which no other one in flight may have; None: a new one.
             on_event: called with each event as it happens; must not block.
-            with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
-                which costs less.
+            with_text: decode the tokens of `TokensSampled` events; otherwise they carry ids only.
             journal: keeps its turns, and has those that were kept before a kill.
 
         Raises:

@@ -97,7 +97,7 @@ class _Engine:
         self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **options: Any
     ) -> None:
         self.in_flight[generation.key] = 0
-        for _ in range(1 + round(self._draw.expovariate(1 / _MEAN_TURN))):
+        for _number in range(1 + round(self._draw.expovariate(1 / _MEAN_TURN))):
             await self._emit(generation.key, [100 + self._draw.randrange(50)], on_chunk)
         turn = generation.ids.count(self._chat.end_id)
         call = "" if self._draw.random() < _LAST else _CALL % turn
@@ -216,7 +216,9 @@ async def _live(
             await queue.admit(task, version=0, cursor={})
         progress = GroupProgress()
         if keeps:
-            progress = GroupProgress(partial(queue.keep, number), await queue.kept(number))
+            progress = GroupProgress(
+                partial(queue.kept.add, number), await queue.kept.of_group(number)
+            )
         player = EnvironmentPlayer(environment, host, sampling=Sampling())
         request = GroupRequest(task, f"{number}-t", _SIZE, _BUDGET, progress=progress)
 
@@ -250,28 +252,28 @@ def difference(first: Sequence[int], second: Sequence[int]) -> tuple[float, floa
 
 
 async def _main(num_kills: int, num_rollouts: int) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for kind in ("none", "kept", "today", "effects"):
-            (folder / kind).mkdir()
-        num_groups = num_rollouts // _SIZE
-        usual = await play(folder / "none", num_groups=num_groups, kills=False, seed=1)
-        kept = await play(folder / "kept", num_groups=num_groups, seed=2)
-        today = await play(folder / "today", num_groups=num_groups, keeps=False, seed=3)
-        effects = await play(
-            folder / "effects", num_groups=10**6, num_kills=num_kills, may_repeat=False, seed=4
-        )
-    for title, played in (
-        ("no kills", usual), ("kept", kept), ("without journal", today), ("effects", effects)
-    ):  # fmt: skip
-        mean = sum(played.lengths) / len(played.lengths)
-        largest, p = difference(played.lengths, usual.lengths)
-        twice = sum(number > 1 for number in played.calls.values())
-        print(
-            f"{title:16} {len(played.lengths):6} rollouts, {played.num_kills:5} kills, mean length "
-            f"{mean:6.1f}, D {largest:.3f}, p {p:.2g}; sampled again {played.num_again}, in flight "
-            f"{played.num_in_flight}; lost {played.num_lost}; called twice {twice}"
-        )
+    num_groups, usual = num_rollouts // _SIZE, list[int]()
+    variants: dict[str, dict[str, Any]] = {
+        "no kills": {"num_groups": num_groups, "kills": False},
+        "kept": {"num_groups": num_groups},
+        "without journal": {"num_groups": num_groups, "keeps": False},
+        "tool with effects": {"num_groups": 8 * num_kills, "num_kills": num_kills},
+    }
+    for seed, (title, options) in enumerate(variants.items()):
+        may_repeat = "num_kills" not in options
+        with tempfile.TemporaryDirectory() as folder:
+            played = await play(Path(folder), seed=seed, may_repeat=may_repeat, **options)
+        if played.lengths:
+            usual = usual or played.lengths
+            largest, p = difference(played.lengths, usual)
+            twice = 0 if may_repeat else sum(number > 1 for number in played.calls.values())
+            print(
+                f"{title:18} {len(played.lengths):6} rollouts, {played.num_kills:5} kills, mean "
+                f"length {sum(played.lengths) / len(played.lengths):6.1f}, D {largest:.3f}, p "
+                f"{p:.2g}; sampled again {played.num_again}, in flight {played.num_in_flight}; "
+                f"lost {played.num_lost}, called twice {twice}",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from agentloop.agent.formats import Family
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
 from agentloop.agent.truncation import truncate, without_middle
-from agentloop.agent.turn_journal import TurnJournal, history_of
+from agentloop.agent.turn_journal import TurnJournal
 from agentloop.agent.turn_reader import TurnOptions, TurnReader
 from agentloop.errors import PromptTooLong, RequestError, ServerError, culprit
 from agentloop.events import (
@@ -233,7 +233,6 @@ class Rollout:
     _speech: Speech = field(init=False)  # finds stop sequences
     _scope: anyio.CancelScope | None = field(init=False, default=None)  # set while it runs
     _is_cancelled: bool = field(init=False, default=False)
-    _history: str = field(init=False, default="")  # of the newest turn, for the journal
 
     def cancel(self) -> None:
         """End the rollout now, with `StopReason.CANCELLED`."""
@@ -327,13 +326,13 @@ class Rollout:
         if (journal := self.journal) is None:
             return await self._run_turn(ids, max_new_tokens)
         index, budget = len(self._trajectory.turns), self.budget.model_dump(exclude={"timeout_s"})
-        self._history = history_of(ids, f"{self.sampling} {budget} {self.tool_format}")
-        if (kept := journal.take(index, self._history)) is not None:
+        journal.begin_turn(ids, f"{self.sampling} {budget} {self.tool_format}")
+        if (kept := journal.take(index)) is not None:
             self._trajectory.turns.append(kept)
             return kept
         turn = await self._run_turn(ids, max_new_tokens)
         if turn.end is not TurnEnd.ABORT:
-            await journal.add(index, self._history, turn)
+            await journal.add(index, turn)
         return turn
 
     async def _following(self, turn: Turn) -> list[int] | StopReason:
@@ -481,7 +480,7 @@ class Rollout:
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
     ) -> None:
         if self.journal is not None and not self._tools.may_repeat(call.name):
-            await self.journal.begin_call(index, self._history, call.name)
+            await self.journal.begin_call(index, call.name)
         result = await self._tools.run_call(call, dispatched_s=dispatched_s, begun_s=self.started_s)
         results[call.id] = result
         self.emit(CallFinished(self.id, index, result))

@@ -17,20 +17,16 @@ import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from agentloop.errors import RunFolderError, ServerError
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Turn
 
-__all__ = ["TurnJournal", "history_of"]
+__all__ = ["Journals", "TurnJournal"]
 
 KeepTurn = Callable[[int, JsonObject], Awaitable[None]]
 """Keeps the state of a turn, by its number, durably."""
-
-
-def history_of(ids: Sequence[int], settings: str) -> str:
-    """Return a digest of the ids before a turn, and of the settings that it is sampled with."""
-    return hashlib.sha256(array("q", ids).tobytes() + settings.encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -43,6 +39,9 @@ class TurnJournal:
 
     keep: KeepTurn
     kept: Mapping[int, JsonObject] = field(default_factory=dict)
+    _sha256: hashlib._Hash = field(init=False, default_factory=hashlib.sha256)  # of the ids so far
+    _num_ids: int = field(init=False, default=0)
+    _history: str = field(init=False, default="")  # what the turn that has begun depends on
 
     @property
     def elapsed_s(self) -> float:
@@ -50,30 +49,55 @@ class TurnJournal:
         ends = [row["turn"]["ended_s"] for row in self.kept.values() if "turn" in row]
         return max(ends, default=0.0)
 
-    def take(self, index: int, history: str) -> Turn | None:
-        """Return a turn that was kept; None: it has to be sampled.
+    def begin_turn(self, ids: Sequence[int], settings: str) -> None:
+        """Take note of the ids before the next turn, and of the settings that it is sampled with.
+
+        Args:
+            ids: those of the last turn, and what has followed.
+        """
+        self._sha256.update(array("q", ids[self._num_ids :]))
+        self._num_ids = len(ids)
+        of_turn = self._sha256.copy()
+        of_turn.update(settings.encode())
+        self._history = of_turn.hexdigest()
+
+    def take(self, index: int) -> Turn | None:
+        """Return the turn that has begun, if it was kept; None: it has to be sampled.
 
         Raises:
             ServerError: the process was killed during a call that must not run twice.
         """
         row = self.kept.get(index)
-        if row is None or row["history"] != history:
+        if row is None or row["history"] != self._history:
             self.kept = {}
             return None
         if "turn" not in row:
             raise ServerError(f"a kill cut off a call of {row['called']}, which may have run")
         return Turn.from_dict(row["turn"])
 
-    async def add(self, index: int, history: str, turn: Turn) -> None:
-        """Keep a turn that has its results. Raises ServerError if the journal is lost."""
-        await self._keep(index, {"history": history, "turn": turn})
+    async def add(self, index: int, turn: Turn) -> None:
+        """Keep the turn, which has its results. Raises ServerError if the journal is lost."""
+        await self._keep(index, {"turn": turn})
 
-    async def begin_call(self, index: int, history: str, name: str) -> None:
+    async def begin_call(self, index: int, name: str) -> None:
         """Note that a call begins which must not run twice. Raises like `add`."""
-        await self._keep(index, {"history": history, "called": name})
+        await self._keep(index, {"called": name})
 
     async def _keep(self, index: int, row: JsonObject) -> None:
         try:
-            await self.keep(index, row)
+            await self.keep(index, {"history": self._history, **row})
         except RunFolderError as error:
             raise ServerError(str(error)) from error
+
+
+class Journals(Protocol):
+    """Keeps what happens in a rollout; implemented by `agentloop.rollouts.progress`."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the rollout had taken when it was interrupted, as far as it was kept."""
+        ...
+
+    def journal(self, conversation: str, elapsed_s: Callable[[], float]) -> TurnJournal:
+        """Return the journal of a conversation."""
+        ...

@@ -14,7 +14,7 @@ from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.sessions.history import context_key, opening_key
 from agentloop.agent.tools import Tool, ToolFunction
-from agentloop.agent.turn_journal import TurnJournal
+from agentloop.agent.turn_journal import Journals, TurnJournal
 from agentloop.environments.conversation import Conversation, ReplyClock, Stops, UserReply
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
@@ -45,19 +45,6 @@ _REFUSAL_S = 1.0
 
 Grade = Callable[[Trajectory], Awaitable[Reward]]
 """Returns the reward of a conversation, by the setting `reward`."""
-
-
-class Journals(Protocol):
-    """Keeps what happens in a rollout; implemented by `agentloop.rollouts.progress`."""
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds that the rollout had taken when it was interrupted, as far as it was kept."""
-        ...
-
-    def journal(self, conversation: str, elapsed_s: Callable[[], float]) -> TurnJournal:
-        """Return the journal of a conversation."""
-        ...
 
 
 class SessionOpener(Protocol):
@@ -151,8 +138,7 @@ class Agent:
             journals: keeps what happens in the rollout; None: it cannot be repeated from that.
         """
         self._ends_at: float = anyio.current_time() + budget.timeout_s
-        if journals is not None:
-            self._ends_at -= journals.elapsed_s
+        self._ends_at -= 0.0 if journals is None else journals.elapsed_s
         if main is not None:
             self._ends_at = main._ends_at
         self._journals: Journals | None = journals if main is None else main._journals
@@ -446,9 +432,8 @@ class Agent:
         clock = ReplyClock(reply) if reply is not None else None
 
         id = f"{self.id}+{number}" if number else self.id
-        journal = None
-        if self._journals is not None:
-            journal = self._journals.journal(id, self._elapsed_s)
+        journals = self._journals
+        journal = journals.journal(id, self._elapsed_s) if journals is not None else None
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
@@ -497,11 +482,10 @@ class Agent:
     def _explain_lateness(self, trajectory: Trajectory, clock: ReplyClock | None) -> None:
         """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
         main = self._main or self
-        elapsed_s = self._elapsed_s()
         reason = ""
         if clock is not None and clock.elapsed_s >= trajectory.elapsed_s / 2:
             reason = f"its replies took {clock.elapsed_s:.3g} s, most of the time"
-        elif elapsed_s - main._conversing_s > self._budget.timeout_s / 2:
+        elif self._elapsed_s() - main._conversing_s > self._budget.timeout_s / 2:
             reason = "its environment spent most of the time outside of conversations"
         if reason:
             trajectory.stop_reason = StopReason.ENVIRONMENT

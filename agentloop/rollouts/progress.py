@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentloop.agent.turn_journal import TurnJournal
@@ -76,7 +76,7 @@ class GroupProgress:
         """
         is_new = self.ended(record.id) is not record
         if self._keep is not None and is_new and record.no_reward not in _NOT_KEPT:
-            await self._keep(record.id, _ENDED, record)
+            await self._keep(record.id, _ENDED, replace(record, to_grade=None))
 
 
 @dataclass(frozen=True, slots=True)

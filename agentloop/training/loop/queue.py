@@ -20,7 +20,6 @@ import json
 import secrets
 import sqlite3
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -35,8 +34,8 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.progress import KeptRow
 from agentloop.training.loop.curriculum import GroupOutcome
+from agentloop.training.loop.kept import SCHEMA, KeptRows, drop
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
 
@@ -72,19 +71,7 @@ CREATE TABLE outcomes (
 ) STRICT;
 PRAGMA user_version = {_FORMAT};
 """
-# Of open groups only. Journals of the same format that were written earlier lack it.
-_KEPT = """
-CREATE TABLE IF NOT EXISTS kept (
-    number INTEGER NOT NULL,
-    conversation TEXT NOT NULL,
-    turn INTEGER NOT NULL,
-    value BLOB NOT NULL,
-    PRIMARY KEY (number, conversation, turn)
-) STRICT;
-DELETE FROM kept WHERE number NOT IN (SELECT number FROM groups WHERE state = 'open');
-"""
 _BUSY_S = 10.0
-_LEVEL = 1  # of compression: the fastest
 
 T = TypeVar("T")
 
@@ -181,19 +168,14 @@ class StageNote:
         return cls(row["step"], tasks, row["last_group"], row["cursor"])
 
 
-@dataclass(slots=True)
-class _ToKeep:
-    """Rows to be kept in one transaction."""
-
-    rows: list[tuple[int, str, int, object]] = field(default_factory=list)
-    is_kept: bool = False
-
-
 class GroupQueue:
     """A queue of groups in an SQLite file; create it with `GroupQueue.open`.
 
     Transactions run one at a time in a worker thread. A cancelled method has either completed its
     transaction or done nothing.
+
+    Attributes:
+        kept: what open groups have rolled out so far.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
@@ -201,8 +183,7 @@ class GroupQueue:
         self._path = path
         self._lock = anyio.Lock()
         self._num_bytes = 0
-        self._to_keep = _ToKeep()
-        self._keeping = anyio.Lock()
+        self.kept = KeptRows(lambda work: self._transaction(work))
 
     @classmethod
     @asynccontextmanager
@@ -217,7 +198,13 @@ class GroupQueue:
         with closing(connection):
             queue = cls(connection, path)
             queue._num_bytes = await queue._transaction(_finished_bytes)
-            yield queue
+            try:
+                async with anyio.create_task_group() as writing:
+                    writing.start_soon(queue.kept.write)
+                    yield queue
+                    writing.cancel_scope.cancel()
+            except BaseExceptionGroup as group:  # of the one error that ended the block
+                raise group.exceptions[0] from group.exceptions[0].__cause__
 
     @property
     def num_bytes(self) -> int:
@@ -261,42 +248,6 @@ class GroupQueue:
         row = (path, _json(asdict(figures)), number)
         set_ = "state = 'discarded', path = ?, figures = ?"
         await self._transaction(partial(_end_group, set_, row))
-
-    async def keep(self, number: int, conversation: str, turn: int, value: object) -> None:
-        """Keep a row of an open group until it has ended, in place of an earlier one.
-
-        Rows that come while a transaction runs share the next one.
-        """
-        to_keep = self._to_keep
-        to_keep.rows.append((number, conversation, turn, value))
-
-        def work(db: sqlite3.Connection) -> None:
-            rows = [(*key, zlib.compress(dumps(value), _LEVEL)) for *key, value in to_keep.rows]
-            db.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
-            to_keep.is_kept = True
-
-        async with self._keeping:  # no deadline: each transaction has one
-            if to_keep.is_kept:
-                return
-            if self._to_keep is to_keep:
-                self._to_keep = _ToKeep()
-            await self._transaction(work)
-
-    async def kept(self, number: int) -> list[KeptRow]:
-        """Return the rows of a group that were kept, in the order of their turns."""
-        query = "SELECT conversation, turn, value FROM kept WHERE number = ? ORDER BY 1, 2"
-
-        def work(db: sqlite3.Connection) -> list[KeptRow]:
-            rows = db.execute(query, (number,)).fetchall()
-            return [(key, turn, loads(zlib.decompress(value))) for key, turn, value in rows]
-
-        return await self._transaction(work)
-
-    async def kept_conversations(self) -> list[tuple[int, str, bool]]:
-        """Return the group and the id of each conversation of which something was kept, and
-        whether it is a rollout that has ended."""
-        query = "SELECT number, conversation, min(turn) < 0 FROM kept GROUP BY 1, 2"
-        return await self._transaction(lambda db: db.execute(query).fetchall())
 
     async def lease(
         self,
@@ -487,7 +438,7 @@ class GroupQueue:
             where = "WHERE state IN ('open', 'finished') AND number = ?"
             for number in numbers:
                 _update_group(f"{reopened} {where}", (version, number), db)
-                _drop_kept(db, number)
+                drop(db, number)
             return _finished_bytes(db)
 
         self._num_bytes = await self._transaction(work)
@@ -563,7 +514,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                     f"{path}: written by another version of agentloop (format {format_}, not "
                     f"{_FORMAT}): finish the run with that version, or start a new one"
                 )
-            connection.executescript(f"BEGIN IMMEDIATE; {_KEPT} COMMIT;")
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
             raise
@@ -586,11 +537,7 @@ def _update_group(update: str, row: Sequence[object], db: sqlite3.Connection) ->
 def _end_group(set_: str, row: Sequence[object], db: sqlite3.Connection) -> None:
     """Update an open group, whose number is last in `row`. Raises ValueError if it is not open."""
     _update_group(f"{set_} WHERE state = 'open' AND number = ?", row, db)
-    _drop_kept(db, row[-1])
-
-
-def _drop_kept(db: sqlite3.Connection, number: object) -> None:
-    db.execute("DELETE FROM kept WHERE number = ?", (number,))
+    drop(db, row[-1])
 
 
 def _note(db: sqlite3.Connection, key: str, value: object) -> None:

@@ -184,8 +184,8 @@ class StageRunner:
                         group.version,
                         Purpose.TRAIN,
                         progress=GroupProgress(
-                            partial(self._run.queue.keep, group.number),
-                            await self._run.queue.kept(group.number),
+                            partial(self._run.queue.kept.add, group.number),
+                            await self._run.queue.kept.of_group(group.number),
                         ),
                     )
                     groups.start_soon(self._roll_out, group, request)

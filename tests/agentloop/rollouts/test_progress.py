@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,8 +42,8 @@ async def opened_group(folder: Path) -> AsyncIterator[tuple[GroupQueue, GroupPro
         if not await queue.open_groups():
             await queue.admit(Task("t", "?", "42"), version=0, cursor={})
         (group,) = await queue.open_groups()
-        kept = await queue.kept(group.number)
-        yield queue, GroupProgress(partial(queue.keep, group.number), kept)
+        kept = await queue.kept.of_group(group.number)
+        yield queue, GroupProgress(partial(queue.kept.add, group.number), kept)
 
 
 async def roll_out(
@@ -85,7 +86,7 @@ async def test_scored_rollouts_of_open_group_are_kept(tmp_path: Path) -> None:
 
     with anyio.CancelScope() as scope:
         async with opened_group(tmp_path) as (queue, _):
-            await roll_out(guess, Keeps(partial(queue.keep, 1)))
+            await roll_out(guess, Keeps(partial(queue.kept.add, 1)))
     first, played[:], is_resumed = [*scored], [], True
     async with opened_group(tmp_path) as (queue, progress):
         group = await roll_out(guess, progress)
@@ -95,7 +96,7 @@ async def test_scored_rollouts_of_open_group_are_kept(tmp_path: Path) -> None:
         assert plain(again[record.id] for record in first) == plain(first)
         assert all(reward.value == 2.0 for reward in group.rewards)
         await queue.finish(1, path=None, num_bytes=0, figures=GroupFigures.of(group))
-        assert await queue.kept(1) == []
+        assert await queue.kept.of_group(1) == []
 
 
 async def test_rollout_lost_to_infrastructure_is_played_again(tmp_path: Path) -> None:
@@ -133,14 +134,14 @@ async def test_group_of_environment_that_always_failed_is_refused_again(tmp_path
 
 async def test_rows_of_ended_groups_are_dropped_at_opening(tmp_path: Path) -> None:
     async with opened_group(tmp_path) as (queue, _):
-        await queue.keep(1, "1-t.0", 0, {"a": 1})
-        await queue.keep(1, "1-t.0", 0, {"a": 2})
-        await queue.keep(7, "7-t.0", 0, {})
+        await queue.kept.add(1, "1-t.0", 0, {"a": 1})
+        await queue.kept.add(1, "1-t.0", 0, {"a": 2})
+        await queue.kept.add(7, "7-t.0", 0, {})
     async with opened_group(tmp_path) as (queue, _):
-        assert await queue.kept_conversations() == [(1, "1-t.0", False)]
-        assert await queue.kept(1) == [("1-t.0", 0, {"a": 2})]
+        assert await queue.kept.conversations() == [(1, "1-t.0", False)]
+        assert await queue.kept.of_group(1) == [("1-t.0", 0, {"a": 2})]
         await queue.reopen([1], version=1)
-        assert await queue.kept_conversations() == []
+        assert await queue.kept.conversations() == []
 
 
 async def test_rows_that_come_together_share_transactions(
@@ -158,9 +159,9 @@ async def test_rows_that_come_together_share_transactions(
         monkeypatch.setattr(queue, "_transaction", count)
         async with anyio.create_task_group() as writers:
             for index in range(100):
-                writers.start_soon(queue.keep, 1, f"1-t.{index}", 0, {"index": index})
+                writers.start_soon(queue.kept.add, 1, f"1-t.{index}", 0, {"index": index})
         assert num_transactions <= 2
-        assert len(await queue.kept(1)) == 100
+        assert len(await queue.kept.of_group(1)) == 100
 
 
 @pytest.mark.parametrize("replayable", [True, False])
@@ -181,7 +182,7 @@ async def test_replayable_environment_goes_on_with_its_remaining_time(
         return 1.0
 
     async with opened_group(tmp_path) as (queue, progress):
-        await queue.keep(1, "1-t.0", 0, {"at_s": 100.0, "history": "", "turn": {"ended_s": 3}})
+        await queue.kept.add(1, "1-t.0", 0, {"at_s": 100.0, "history": "", "turn": {"ended_s": 3}})
     async with opened_group(tmp_path) as (queue, progress):
         await roll_out(asks, progress, Records())
     for conversation in ("1-t.0", "1-t.0+checker", "1-t.1"):
@@ -191,3 +192,26 @@ async def test_replayable_environment_goes_on_with_its_remaining_time(
         assert (timeout_s < Budget().timeout_s - 99) is is_later
     if replayable:
         assert journals["1-t.0"][0].elapsed_s == 3
+
+
+async def test_group_that_was_lost_repeats_no_turns(tmp_path: Path) -> None:
+    async with opened_group(tmp_path) as (queue, _):
+        await queue.kept.add(1, "1-t.0", 0, {"at_s": 100.0, "history": "", "called": "send_mail"})
+    async with opened_group(tmp_path) as (_, progress):
+        for kept in (1, 0):
+            rollout = progress.rollout("1-t.0")
+            assert rollout is not None
+            assert rollout.elapsed_s == 100 * kept
+            assert len(rollout.journal("1-t.0", lambda: 0.0).kept) == kept
+            progress.start_anew()
+
+
+async def test_environment_that_is_cancelled_leaves_the_journal_whole(tmp_path: Path) -> None:
+    async with opened_group(tmp_path) as (queue, _):
+        for number in range(50):
+            keeping = asyncio.ensure_future(queue.kept.add(1, "1-t.0", number, {}))
+            await anyio.lowlevel.checkpoint()
+            keeping.cancel()  # as `EnvironmentSibling` does it
+            await asyncio.wait([keeping])
+        await queue.kept.add(1, "1-t.0", 50, {})
+        assert len(await queue.kept.of_group(1)) == 51
