@@ -189,6 +189,15 @@ def test_help_loads_nothing() -> None:
     assert done.returncode == 0
 
 
+def test_restarting_parent_of_training_imports_little() -> None:
+    program = (
+        "import sys, agentloop.cli.train;"
+        "sys.exit(any(m in sys.modules for m in ('aiohttp', 'numpy', 'pydantic', 'tokenizers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT)
+    assert done.returncode == 0
+
+
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     assert "usage: agentloop COMMAND" in capsys.readouterr().out
