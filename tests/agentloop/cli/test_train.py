@@ -376,7 +376,8 @@ def test_all_that_is_missing_is_named_in_the_order_of_its_installation(
     monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
     assert main(["--restarts", "0"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    loading, error = capsys.readouterr().err.splitlines()
+    assert loading == "Loading what trains"  # which takes seconds
     assert error.startswith("agentloop: error: SGLang is not installed: ")
     assert "; torch (the learner), deepspeed (the learner)" in error
 
