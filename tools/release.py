@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 __all__ = ["main"]
@@ -35,7 +36,9 @@ _COMMANDS = (
 def main(arguments: list[str] | None = None) -> int:
     """Build and try the distributions; return the exit status."""
     parser = argparse.ArgumentParser("python -m tools.release", description=__doc__)
-    parser.add_argument("--python", action="append", help=f"default: {', '.join(PYTHONS)}")
+    parser.add_argument(
+        "--python", action="append", help=f"version or path (default: {', '.join(PYTHONS)})"
+    )
     parser.add_argument("--whole", action="store_true", help="serve, chat and train, too")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,12 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         _run("uv", "build", "--quiet", "--out-dir", dist, cwd=ROOT)
         files = sorted([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])
         _run("uv", "tool", "run", "twine", "check", "--strict", *files)
-        for python in options.python or PYTHONS:
-            for file in files:
-                home = Path(folder, f"{python}-{file.suffix[1:]}")
-                whole = options.whole and file.suffix == ".whl"
-                try_out(file, home, python, whole=whole)
-                print(f"{file.name} on Python {python}: works", flush=True)
+        for number, (python, file) in enumerate(product(options.python or PYTHONS, files)):
+            whole = options.whole and file.suffix == ".whl"
+            try_out(file, Path(folder, str(number)), python, whole=whole)
+            print(f"{file.name} on Python {python}: works", flush=True)
     return 0
 
 
