@@ -70,6 +70,7 @@ class PostStream(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         host, port, tls = _address(self._url)
+        let_callbacks_use_anyio()
         try:
             with anyio.fail_after(connect_timeout_s):
                 await loop.create_connection(lambda: self, host, port, ssl=tls)
