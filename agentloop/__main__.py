@@ -68,14 +68,11 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
     if command in _GROUPS and commands is _COMMANDS:
         names = f"agentloop {command}", f"agentloop.cli.{command}"
         return _dispatch(*names, _GROUPS[command], command_arguments)
-    says_loading = sys.stderr.isatty()
-    loading = f"Loading {program} {command}"
+    from agentloop.cli.console import loading
+
     try:
-        if says_loading:
-            print(loading, end="", file=sys.stderr, flush=True)
-        module = import_module(_MODULES.get(command, f"{package}.{command}"))
-        if says_loading:
-            print("\r" + " " * len(loading), end="\r", file=sys.stderr, flush=True)
+        with loading(f"{program} {command}"):
+            module = import_module(_MODULES.get(command, f"{package}.{command}"))
         status: int = module.main(command_arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:  # before the command has installed its signal handler

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -24,6 +25,7 @@ __all__ = [
     "exempt_from_collection",
     "in_run_thread",
     "is_cancelled_from_outside",
+    "let_callbacks_use_anyio",
     "limiter_in",
     "task_group",
 ]
@@ -33,6 +35,16 @@ Result = TypeVar("Result")
 _NUM_RUN_THREADS = 8
 LimiterVar = anyio.lowlevel.RunVar[anyio.CapacityLimiter]
 _run_threads = LimiterVar("_run_threads")
+
+
+def let_callbacks_use_anyio() -> None:
+    """Let callbacks of transports that are made after this in the same task start tasks.
+
+    Where sniffio is installed anyio asks it for the event loop. Outside of tasks it knows that only
+    below `anyio.run`: not below `asyncio.run`, nor in a notebook.
+    """
+    if (sniffio := sys.modules.get("sniffio")) is not None:
+        sniffio.current_async_library_cvar.set("asyncio")
 
 
 def limiter_in(variable: LimiterVar, num_tokens: int) -> anyio.CapacityLimiter:

@@ -8,7 +8,8 @@ saved.
 Reported is the time from the moment it *sent* the frame that closes a call to the moment the call's
 code began in the worker, on one clock. It includes loopback, event loop, parsing, dispatch, the
 pool's queue and the worker's fork, and also the time for which the generator itself delays the
-frame until its own loop writes it.
+frame until its own loop writes it. The floor is the same path with nothing beside it: then one
+rollout at a time, in the same processes.
 
 `saving`: the same greedy turns, alternately dispatched as each call closes and at the end of the
 turn. The call sleeps `--tool-ms` on its way to the sandbox, as a slower tool would. The saving per
@@ -64,6 +65,8 @@ CALL = """<tool_call>
 {"name": "python_code_with_standard_io", "arguments": {"code": "print(37*48)"}}
 </tool_call>"""
 
+_NUM_ALONE = 20
+
 _rids: ContextVar[list[str]] = ContextVar("rids")
 
 
@@ -115,8 +118,8 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
             budget = Budget(max_turns=options.turns)
             tool = PythonCode(pool)
 
-            async def play_rollout() -> None:
-                await anyio.sleep(random.random() * 2)  # spread the starts of the rollouts
+            async def play_rollout(spread_s: float = 2.0) -> None:
+                await anyio.sleep(random.random() * spread_s)  # their starts
                 _rids.set([])
                 messages = [{"role": "user", "content": "x"}]
                 run = Rollout(router, chat, messages, [tool], budget=budget, with_text=False)
@@ -129,12 +132,17 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
             async with anyio.create_task_group() as tasks:
                 for _ in range(options.rollouts):
                     tasks.start_soon(play_rollout)
+            crowd = began_s.copy()
+            for _ in range(_NUM_ALONE):
+                await play_rollout(0)
         sent_s = httpx.get(urls[0] + "/sent", trust_env=False).json()
+    alone = {rid: moment for rid, moment in began_s.items() if rid not in crowd}
     return {
-        "calls": len(began_s),
-        "sent_to_start": _spread(sent_s, began_s),
-        "of_it_sent_to_dispatch": _spread(sent_s, dispatched_s),
-        "of_it_dispatch_to_start": _spread(dispatched_s, began_s),
+        "calls": len(crowd),
+        "sent_to_start": _spread(sent_s, crowd),
+        "of_it_sent_to_dispatch": _spread(sent_s, {rid: dispatched_s[rid] for rid in crowd}),
+        "of_it_dispatch_to_start": _spread(dispatched_s, crowd),
+        "floor": _spread(sent_s, alone),
     }
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "Lines",
     "add_settings_arguments",
     "interruptible",
+    "loading",
     "open_runtime",
     "print_json",
     "print_table",
@@ -88,6 +89,17 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="log, for each turn, the chosen server, the reason and the state of all candidates",
     )
+
+
+@contextmanager
+def loading(what: str, *, as_line: bool = False) -> Iterator[None]:
+    """Say on stderr what the block imports: on a terminal until its end, else as a line or not."""
+    text, is_terminal = f"Loading {what}", sys.stderr.isatty()
+    if is_terminal or as_line:
+        print(text, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+    yield
+    if is_terminal:
+        print("\r" + " " * len(text), end="\r", file=sys.stderr, flush=True)
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,7 +6,6 @@ step differs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from agentloop.training.run.folder import config_of
 from agentloop.training.run.token_difference import TokenDifferences
 from agentloop.training.sft.run import require_learner
 
-__all__ = ["replay", "step_range"]
+__all__ = ["replay"]
 
 
 async def replay(run: Path, steps: tuple[int, int] | None) -> int:
@@ -141,16 +140,3 @@ async def _print_tokens(step: int, tokens: TokenDifferences, settings: TrainSett
         for token in tokens.worst
     ]
     console.print_table(columns, rows, numbers=("engine", "learner", "difference"))
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """Parse "7" or "7-9", for argparse."""
-    first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
-        )
-    steps = int(first), int(last or first)
-    if not 1 <= steps[0] <= steps[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected steps from 1 on, in order")
-    return steps

@@ -1,31 +1,20 @@
-"""`agentloop train`: train a model on tasks by reinforcement learning.
+"""`agentloop train`: its arguments, and the process that restarts the one that trains.
 
-supervised fine-tuning (optional) ──> stages of rollouts and learning ──> plots
+    agentloop train (parent) ──> agentloop train (child) ──> train_program.py
+
+The parent imports little: what trains takes seconds to import.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from functools import partial
 from pathlib import Path
 
 from agentloop.cli import console
-from agentloop.cli.replay import replay, step_range
-from agentloop.cli.sft import load_run_settings
-from agentloop.cli.train_dry_run import print_plan
-from agentloop.errors import SettingsError
-from agentloop.launch.progress import ProgressLine
-from agentloop.training.plan.checks import check_settings, require_machine
-from agentloop.training.plan.settings import TrainSettings
-from agentloop.training.recovery.position import Phase, Position, Stages, display_path
 from agentloop.training.recovery.respawn import is_child, run_with_restarts
-from agentloop.training.wiring import train
 
 __all__ = ["main"]
-
-_QUESTION = "What is 37 times 48?"
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +66,7 @@ def main(arguments: list[str]) -> int:
         "--step",
         dest="steps",
         metavar="FIRST[-LAST]",
-        type=step_range,
+        type=_step_range,
         help="with --replay: only these steps, from the checkpoint before them; also compare the "
         "log-probabilities of servers and learner, token by token",
     )
@@ -99,17 +88,10 @@ def main(arguments: list[str]) -> int:
     for name in ("json", "shape"):
         if getattr(options, name) and not options.dry_run:
             parser.error(f"--{name}: requires --dry-run")
-    if options.list_settings:
-        print(console.settings_text(TrainSettings))
-        return 0
     if options.restarts < 0:
         parser.error(f"argument --restarts: must be at least 0, not {options.restarts}")
-    if options.dry_run:
-        work = partial(_plan, options.settings, options.resume, options.shape, as_json=options.json)
-        return console.run(work)
-    if options.replay is not None:
-        return console.run(partial(replay, options.replay, options.steps))
-    if options.restarts > 0 and not is_child():
+    is_run = not (options.list_settings or options.dry_run or options.replay)
+    if is_run and options.restarts > 0 and not is_child():
         command = [sys.executable, "-m", "agentloop", "train"]
         flags = ["--explain"] if options.explain else []
         overrides = console.split_settings(options.settings)[1]  # may contain a password
@@ -121,53 +103,22 @@ def main(arguments: list[str]) -> int:
             again=overrides,
             resume=options.resume,
         )
-    work = partial(_train, options.settings, options.resume, options.from_step)
-    return console.run(work, explain=options.explain)
+    with console.loading("what trains", as_line=is_run):
+        from agentloop.cli.train_program import run
+    return run(options)
 
 
-async def _plan(
-    arguments: list[str], resume: Path | None, shapes: list[str], *, as_json: bool
-) -> int:
-    settings = load_run_settings(TrainSettings, arguments, resume)
-    return await print_plan(settings, shapes, is_new=resume is None, as_json=as_json)
-
-
-async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
-    settings = load_run_settings(TrainSettings, arguments, resume)
-    check_settings(settings)  # settings first: a missing package takes longer to put right
-    if resume is not None and _is_complete(settings, resume, from_step):
-        run = display_path(resume)
-        print(f"{run} has done all of its steps. More, such as by loop.steps, continue it.")
-        return 0
-    if settings.sft is not None:
-        settings.sft.data.require_files()
-    require_machine(settings)
-    with ProgressLine("Starting to train") as progress:
-        folder = await train(settings, progress, resume=resume, from_step=from_step)
-        see, question = (
-            ("Watch it act", "") if settings.env.name else ("Ask its model", f' "{_QUESTION}"')
+def _step_range(text: str) -> tuple[int, int]:
+    """Parse "7" or "7-9", for argparse."""
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
         )
-        progress.say(f"The run is in {folder}; plots.png shows its metrics. {see}:")
-        progress.say(f"  agentloop chat --run {shlex.quote(display_path(folder))}{question}")
-    return 0
-
-
-def _is_complete(settings: TrainSettings, run: Path, from_step: int | None) -> bool:
-    """Return whether a run has ended after all of these steps, and is not to go back.
-
-    Raises:
-        SettingsError: It has done more, or has no step to go back to yet.
-    """
-    position = Position.of(run.resolve())
-    if from_step is not None:
-        if position.phase is Phase.FINE_TUNING:
-            raise SettingsError(
-                f"--from: {display_path(run)} is in supervised fine-tuning, which is before its "
-                f"step 0: omit --from; there is {position}"
-            )
-        return False
-    stages = Stages.of(settings.model_dump(mode="json"))
-    return position.is_last_of(stages) and (position.run / "ended").is_file()
+    steps = int(first), int(last or first)
+    if not 1 <= steps[0] <= steps[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected steps from 1 on, in order")
+    return steps
 
 
 def _say(line: str) -> None:

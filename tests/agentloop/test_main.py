@@ -56,7 +56,8 @@ def test_folder_without_a_run_is_one_line(
     run, out = tmp_path / "run", [str(tmp_path / "out")] if "export" in command else []
     run.mkdir()
     assert main([*command, str(run), *out]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err.removeprefix("Loading what trains\n")
+    (line,) = said.splitlines()
     assert line.startswith("agentloop: error: ")
     assert str(run) in line
 
@@ -186,6 +187,15 @@ def test_help_loads_nothing() -> None:
         "sys.exit(any(m in sys.modules for m in ('aiohttp', 'anyio', 'argparse', 'pydantic')))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0
+
+
+def test_restarting_parent_of_training_imports_little() -> None:
+    program = (
+        "import sys, agentloop.cli.train;"
+        "sys.exit(any(m in sys.modules for m in ('aiohttp', 'numpy', 'pydantic', 'tokenizers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT)
     assert done.returncode == 0
 
 

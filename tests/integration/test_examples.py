@@ -46,6 +46,35 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
+# Runs the cells of a notebook as Jupyter does, in one namespace, with `await` at their top.
+_CELLS = """
+import ast, asyncio, json, sys
+cells = [cell for cell in json.load(open(sys.argv[1]))["cells"] if cell["cell_type"] == "code"]
+async def run(names):
+    for cell in cells:
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        running = eval(compile("".join(cell["source"]), "cell", "exec", flags=flags), names)
+        if running is not None:
+            await running
+asyncio.run(run({}))
+"""
+
+
+@pytest.mark.full
+def test_notebook(docker_engine: None, sglang_url: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _CELLS, EXAMPLES / "first_run.ipynb"],
+        env={**os.environ, "AGENTLOOP_SERVERS": f'["{sglang_url}"]'},
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "multiply({'a': 37, 'b': 48}) -> 1776" in ended.stdout
+    assert ended.stdout.count("rewards [") == 2
+
+
 @pytest.mark.gate
 def test_minimal_loop_learns(docker_engine: None, sglang_installed: None) -> None:
     program = EXAMPLES / "minimal_rl.py"  # it has a server of its own, whose weights it changes

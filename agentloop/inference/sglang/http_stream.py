@@ -19,6 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 import anyio
 import httptools
 
+from agentloop.aio import let_callbacks_use_anyio
+
 _MAX_ERROR_BYTES = 65_536
 
 
@@ -70,6 +72,7 @@ class PostStream(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         host, port, tls = _address(self._url)
+        let_callbacks_use_anyio()
         try:
             with anyio.fail_after(connect_timeout_s):
                 await loop.create_connection(lambda: self, host, port, ssl=tls)

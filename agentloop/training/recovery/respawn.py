@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentloop.inference.processes.restarts import Restarts
-from agentloop.training.recovery.position import resume_command
 
 __all__ = ["is_child", "run_with_restarts", "tell_run"]
 
@@ -81,13 +80,13 @@ def run_with_restarts(
             say(f"The training process was killed by {name} before its run had a folder to resume")
             return 128 - status
         if is_to_end:  # for example by a second Ctrl-C while it was stopping
-            say(f"Ended by {name}; continue with: {resume_command('train', Path(run))}")
+            say(f"Ended by {name}; continue with: {_continuation(run)}")
             return 128 - status
         delay_s = restarts.record_death(time.monotonic())
         if delay_s is None:
             say(
                 f"The training process was killed by {name}, more often than --restarts allows; "
-                f"continue with: {resume_command('train', Path(run))}"
+                f"continue with: {_continuation(run)}"
             )
             return 128 - status
         say(f"The training process was killed by {name}; resuming {run}")
@@ -95,6 +94,13 @@ def run_with_restarts(
             time.sleep(delay_s)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+
+
+def _continuation(run: str) -> str:
+    """Return the command that continues a run; until one is killed, the parent imports little."""
+    from agentloop.training.recovery.position import resume_command
+
+    return resume_command("train", Path(run))
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, bool]:

@@ -104,6 +104,7 @@ def _fill(ballast: Path) -> None:
 def live(arguments: list[str]) -> int:
     """Run `agentloop train` as a parent or as its child, which strikes itself."""
     from agentloop.cli import train as train_module
+    from agentloop.cli import train_program
     from agentloop.inference.processes import supervise
     from agentloop.training import wiring
     from agentloop.training.learner_client import client
@@ -121,7 +122,8 @@ def live(arguments: list[str]) -> int:
     parts.run_with_restarts = with_this_command
     if os.environ.get(_PLAYED):
         composer: Any = wiring
-        parts.require_machine = composer.plot_runs = lambda *_: None
+        program: Any = train_program
+        program.require_machine = composer.plot_runs = lambda *_: None
         played: Any = supervise
         played._SGLANG = played._KEYED = "tests.agentloop.cli.struck_parts"
         played.importlib = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.cli.replay import differences, step_line, step_range
+from agentloop.cli.replay import differences, step_line
+from agentloop.cli.train import _step_range as step_range
 from agentloop.cli.train import main
 from agentloop.training.recovery.replay import ReplayedStep
 

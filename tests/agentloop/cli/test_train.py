@@ -17,8 +17,7 @@ import anyio
 import pytest
 
 import agentloop
-from agentloop.cli import console
-from agentloop.cli import train as train_module
+from agentloop.cli import console, train_program
 from agentloop.cli.train import main
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
@@ -283,7 +282,7 @@ def test_steps_of_fine_tuning_are_not_those_of_the_run(
     folder = RunFolder(tmp_path / "run", to_toml(settings))
     (folder.path / "sft").mkdir()
     (folder.path / "sft" / "metrics.jsonl").write_text('{"step": 34}\n')
-    assert not train_module._is_complete(settings, folder.path, None)
+    assert not train_program._is_complete(settings, folder.path, None)
     command = ["--resume", str(folder.path), "--from", "0", "--restarts", "0"]
     assert main(command) == 2
     assert "is in supervised fine-tuning, which is before its step 0" in capsys.readouterr().err
@@ -360,7 +359,7 @@ async def test_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None
 def test_missing_journal_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_module, "require_machine", lambda settings: None)
+    monkeypatch.setattr(train_program, "require_machine", lambda settings: None)
     run = tmp_path / "run"
     RunFolder(run, to_toml(run_at(tmp_path))).add_group(1, [{"text": "kept"}])
     gc.collect()  # it holds a lock
@@ -376,7 +375,8 @@ def test_missing_parts_are_named_in_order_of_installation(
     monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
     assert main(["--restarts", "0"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    loading, error = capsys.readouterr().err.splitlines()
+    assert loading == "Loading what trains"  # which takes seconds
     assert error.startswith("agentloop: error: SGLang is not installed: ")
     assert "; torch (the learner), deepspeed (the learner)" in error
 
