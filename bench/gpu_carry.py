@@ -68,7 +68,7 @@ _FIXES = {
 _STAND_INS = ("flashinfer", "IPython", "watchfiles", "zstandard")
 _LEFT_OUT = (
     *("sgl_kernel/flash_ops*", "sgl_kernel/infllm_ops*", "sgl_kernel/flashmla_ops*"),
-    *("sgl_kernel/sm100/*", "*.data/*", "*/RECORD", "sglang/test/*", "test/*", "tools/*"),
+    *("sgl_kernel/sm100/*", "*.data/*", "sglang/test/*", "test/*", "tools/*"),
 )
 _SOURCES = ("deepspeed==0.19.8",)  # has no wheel
 _WHEELS = f"""
