@@ -27,6 +27,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -48,6 +49,7 @@ __all__ = ["PARTS", "Part", "main", "missing", "table"]
 
 _MAX_LIMIT_S = 480.0
 _GRACE_S = 20.0  # for a part's servers and ranks to end with it
+_TAIL_LINES = 60
 _PACKAGES = ("torch", "deepspeed", "transformers", "sglang", "flash-attn")
 
 
@@ -161,7 +163,7 @@ def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return result | duration
     log_path = options.folder / f"{name}.log"
     lines = log_path.read_text(errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "")
+    last = next((line for line in reversed(lines) if re.search(r"\w", line)), "")
     reason = f"ended with {returncode}: {last} (see {log_path})"
     return {**identity, **duration, "state": "failed", "reason": reason}
 
@@ -191,9 +193,19 @@ def _run_here(name: str, options: argparse.Namespace) -> None:
             result |= {"state": "done", "rows": rows}
         except PartFailed as error:
             result |= {"state": "failed", "reason": str(error)}
+        except BaseException:
+            _print_tails(Path(folder))
+            raise
     partial = options.folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(options.folder / f"{name}.json")
+
+
+def _print_tails(folder: Path) -> None:
+    """Print the ends of the logs of a part's servers and ranks, which go with its folder."""
+    for path in sorted(folder.rglob("*.log*")):
+        lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        print(f"--- {path.relative_to(folder)}", *lines, sep="\n", flush=True)
 
 
 def _machine(device_name: str) -> dict[str, str]:

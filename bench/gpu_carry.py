@@ -29,16 +29,16 @@ SERVER_ARGS = (
 )
 
 # How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first four are put
-# right in its files; without spans, the part `pause` counts the streams' tokens only.
+# right in its files; without spans, `pause` checks tokens only.
 #
 # | what | 0.5.16 | 0.5.23 |
 # |---|---|---|
 # | GET /ready | missing | 200 once requests are taken |
 # | --prefill-decode-interval and -min-bs, on a CPU | missing | known |
-# | transformers 5.17 | a model type is registered twice | |
-# | memory that is pinned without a GPU, on a CPU | an error of torch | the same, see cpu/overlay |
-# | weight_versions, spans in the last frame | missing | as many as there were weights |
-# | /begin_weight_update, /end_weight_update | missing: no `broadcast` | needed for a broadcast |
+# | a checksum of the weights, on a CPU | waits for CUDA, and fails | works |
+# | transformers 5.17 | registers a type of model twice, and fails | |
+# | weight_versions in the last frame | missing | a span of tokens for each version |
+# | /begin_weight_update, /end_weight_update | missing | needed for a broadcast |
 _ENTRY, _READY = (
     '@app.get("/health")\n@app.get("/health_generate")\n',
     """\
@@ -57,6 +57,10 @@ _PARSE, _IGNORED = "    raw_args = parser.parse_args(argv)\n", '''\
 _FIXES = {
     "sglang/srt/entrypoints/http_server.py": {_ENTRY: _READY + _ENTRY},
     "sglang/srt/server_args.py": {_PARSE: _IGNORED + _PARSE},
+    "sglang/srt/utils/weight_checker.py": {  # where it takes the time of a checksum
+        f"        torch.cuda.synchronize()\n        {name} =": f"        {name} ="
+        for name in ("start", "elapsed")
+    },
     "sglang/srt/configs/qwen3_asr.py": {
         f'AutoConfig.register("{name}", {kind})': f'AutoConfig.register("{name}", {kind}, True)'
         for name, kind in (
@@ -144,6 +148,9 @@ def pack(wheels: list[Path], target: Path, fixes: Mapping[str, Mapping[str, str]
                             raise ValueError(f"{wheel.name}: {name} has no, or several: {old}")
                         content = content.replace(old.encode(), new.encode())
                     archive.writestr(name, content)
+        ours = importlib.metadata.distribution("agentloop-rl")  # there, a folder and not installed
+        for name in ("METADATA", "entry_points.txt"):
+            archive.writestr(f"agentloop_rl.dist-info/{name}", ours.read_text(name) or "")
         stand_in = (Path(__file__).parent / "stand_in" / "__init__.py").read_bytes()
         for package in _STAND_INS:
             archive.writestr(f"{package}/__init__.py", stand_in)
