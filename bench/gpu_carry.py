@@ -28,7 +28,7 @@ SERVER_ARGS = (
     *("--cuda-graph-max-bs", "64", "--disable-piecewise-cuda-graph"),  # a start takes less time
 )
 
-# How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first four are put
+# How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first five are put
 # right in its files; without spans, `pause` checks tokens only.
 #
 # | what | 0.5.16 | 0.5.23 |
@@ -36,6 +36,7 @@ SERVER_ARGS = (
 # | GET /ready | missing | 200 once requests are taken |
 # | --prefill-decode-interval and -min-bs, on a CPU | missing | known |
 # | a checksum of the weights, on a CPU | waits for CUDA, and fails | works |
+# | parallelism_info of a checksum | an object | a list of one |
 # | transformers 5.17 | registers a type of model twice, and fails | |
 # | weight_versions in the last frame | missing | a span of tokens for each version |
 # | /begin_weight_update, /end_weight_update | missing | needed for a broadcast |
@@ -55,7 +56,12 @@ _PARSE, _IGNORED = "    raw_args = parser.parse_args(argv)\n", '''\
         parser.add_argument(name)
 '''  # fmt: skip
 _FIXES = {
-    "sglang/srt/entrypoints/http_server.py": {_ENTRY: _READY + _ENTRY},
+    "sglang/srt/entrypoints/http_server.py": {
+        _ENTRY: _READY + _ENTRY,
+        '        body["ranks"] = ranks\n': """\
+        body["ranks"] = [rank | {"parallelism_info": [rank["parallelism_info"]]} for rank in ranks]
+""",
+    },
     "sglang/srt/server_args.py": {_PARSE: _IGNORED + _PARSE},
     "sglang/srt/utils/weight_checker.py": {  # where it takes the time of a checksum
         f"        torch.cuda.synchronize()\n        {name} =": f"        {name} ="
