@@ -28,7 +28,7 @@ SERVER_ARGS = (
     *("--cuda-graph-max-bs", "64", "--disable-piecewise-cuda-graph"),  # a start takes less time
 )
 
-# How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first five are put
+# How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first six are put
 # right in its files; without spans, `pause` checks tokens only.
 #
 # | what | 0.5.16 | 0.5.23 |
@@ -36,6 +36,7 @@ SERVER_ARGS = (
 # | GET /ready | missing | 200 once requests are taken |
 # | --prefill-decode-interval and -min-bs, on a CPU | missing | known |
 # | a checksum of the weights, on a CPU | waits for CUDA, and fails | works |
+# | new weights while requests wait, paused | the server dies | the cache is flushed |
 # | parallelism_info of a checksum | an object | a list of one |
 # | transformers 5.17 | registers a type of model twice, and fails | |
 # | weight_versions in the last frame | missing | a span of tokens for each version |
@@ -63,6 +64,11 @@ _FIXES = {
 """,
     },
     "sglang/srt/server_args.py": {_PARSE: _IGNORED + _PARSE},
+    "sglang/srt/managers/scheduler.py": {
+        "        idle &= len(self.waiting_queue) == 0\n": (
+            "        idle &= self._engine_paused or len(self.waiting_queue) == 0\n"
+        ),
+    },
     "sglang/srt/utils/weight_checker.py": {  # where it takes the time of a checksum
         f"        torch.cuda.synchronize()\n        {name} =": f"        {name} ="
         for name in ("start", "elapsed")
