@@ -5,16 +5,15 @@ but `norm`, for which SGLang's kernels have their own form, and every name in on
 cannot be created.
 """
 
+import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-__path__: list[str] = []
 
-
-class _Submodules:
+class _Submodules(importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
