@@ -28,17 +28,19 @@ SERVER_ARGS = (
     *("--cuda-graph-max-bs", "64", "--disable-piecewise-cuda-graph"),  # a start takes less time
 )
 
-# How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first four are put
-# right in its files; without spans, the part `pause` counts the streams' tokens only.
+# How SGLang 0.5.16 differs from 0.5.23, for which the client is written. The first six are put
+# right in its files; without spans, `pause` checks tokens only.
 #
 # | what | 0.5.16 | 0.5.23 |
 # |---|---|---|
 # | GET /ready | missing | 200 once requests are taken |
 # | --prefill-decode-interval and -min-bs, on a CPU | missing | known |
-# | transformers 5.17 | a model type is registered twice | |
-# | memory that is pinned without a GPU, on a CPU | an error of torch | the same, see cpu/overlay |
-# | weight_versions, spans in the last frame | missing | as many as there were weights |
-# | /begin_weight_update, /end_weight_update | missing: no `broadcast` | needed for a broadcast |
+# | a checksum of the weights, on a CPU | waits for CUDA, and fails | works |
+# | new weights while requests wait, paused | the server dies | the cache is flushed |
+# | parallelism_info of a checksum | an object | a list of one |
+# | transformers 5.17 | registers a type of model twice, and fails | |
+# | weight_versions in the last frame | missing | a span of tokens for each version |
+# | /begin_weight_update, /end_weight_update | missing | needed for a broadcast |
 _ENTRY, _READY = (
     '@app.get("/health")\n@app.get("/health_generate")\n',
     """\
@@ -55,8 +57,22 @@ _PARSE, _IGNORED = "    raw_args = parser.parse_args(argv)\n", '''\
         parser.add_argument(name)
 '''  # fmt: skip
 _FIXES = {
-    "sglang/srt/entrypoints/http_server.py": {_ENTRY: _READY + _ENTRY},
+    "sglang/srt/entrypoints/http_server.py": {
+        _ENTRY: _READY + _ENTRY,
+        '        body["ranks"] = ranks\n': """\
+        body["ranks"] = [rank | {"parallelism_info": [rank["parallelism_info"]]} for rank in ranks]
+""",
+    },
     "sglang/srt/server_args.py": {_PARSE: _IGNORED + _PARSE},
+    "sglang/srt/managers/scheduler.py": {
+        "        idle &= len(self.waiting_queue) == 0\n": (
+            "        idle &= self._engine_paused or len(self.waiting_queue) == 0\n"
+        ),
+    },
+    "sglang/srt/utils/weight_checker.py": {  # where it takes the time of a checksum
+        f"        torch.cuda.synchronize()\n        {name} =": f"        {name} ="
+        for name in ("start", "elapsed")
+    },
     "sglang/srt/configs/qwen3_asr.py": {
         f'AutoConfig.register("{name}", {kind})': f'AutoConfig.register("{name}", {kind}, True)'
         for name, kind in (
@@ -68,7 +84,7 @@ _FIXES = {
 _STAND_INS = ("flashinfer", "IPython", "watchfiles", "zstandard")
 _LEFT_OUT = (
     *("sgl_kernel/flash_ops*", "sgl_kernel/infllm_ops*", "sgl_kernel/flashmla_ops*"),
-    *("sgl_kernel/sm100/*", "*.data/*", "*/RECORD", "sglang/test/*", "test/*", "tools/*"),
+    *("sgl_kernel/sm100/*", "*.data/*", "sglang/test/*", "test/*", "tools/*"),
 )
 _SOURCES = ("deepspeed==0.19.8",)  # has no wheel
 _WHEELS = f"""
@@ -144,6 +160,9 @@ def pack(wheels: list[Path], target: Path, fixes: Mapping[str, Mapping[str, str]
                             raise ValueError(f"{wheel.name}: {name} has no, or several: {old}")
                         content = content.replace(old.encode(), new.encode())
                     archive.writestr(name, content)
+        ours = importlib.metadata.distribution("agentloop-rl")  # there, a folder and not installed
+        for name in ("METADATA", "entry_points.txt"):
+            archive.writestr(f"agentloop_rl.dist-info/{name}", ours.read_text(name) or "")
         stand_in = (Path(__file__).parent / "stand_in" / "__init__.py").read_bytes()
         for package in _STAND_INS:
             archive.writestr(f"{package}/__init__.py", stand_in)

@@ -49,7 +49,7 @@ from agentloop.learner.head import Head, Scores, compile_layers, scores_of, uses
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.names import conversions_of
-from agentloop.learner.optimizer import adamw, deepspeed_config
+from agentloop.learner.optimizer import adamw, batch_operations, deepspeed_config
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
@@ -301,6 +301,7 @@ class Policy:
             config=deepspeed_config(settings),
             dist_init_required=False,
         )
+        batch_operations(self.engine.optimizer)
         self.engine.train()
         self._check_forward(scorer)
         self._reference = self._create_reference() if settings.loss.kl_coef else None

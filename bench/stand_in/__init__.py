@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-globals()["__path__"] = []
-
 
 class _Submodules(importlib.abc.Loader):
     def find_spec(
