@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from agentloop.analysis.run_list import read_metrics
@@ -205,7 +206,7 @@ _STYLE = {
 }
 
 
-def _pyplot() -> Any:
+def _pyplot() -> ModuleType:
     try:
         import matplotlib
 
