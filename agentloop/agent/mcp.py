@@ -352,7 +352,7 @@ class McpServer:
     @asynccontextmanager
     async def _transport(self, lost: anyio.Event) -> AsyncIterator[TransportStreams]:
         """Yield the streams of messages from and to the server; note when the first one ends."""
-        relayed, ours = anyio.create_memory_object_stream[SessionMessage](0)
+        relayed, ours = anyio.create_memory_object_stream["SessionMessage"](0)
 
         async def relay(incoming: AsyncIterator[SessionMessage | Exception]) -> None:
             with relayed, suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from agentloop.analysis.run_list import read_metrics
@@ -206,7 +205,7 @@ _STYLE = {
 }
 
 
-def _pyplot() -> ModuleType:
+def _pyplot() -> Any:
     try:
         import matplotlib
 
