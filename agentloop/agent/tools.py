@@ -42,6 +42,7 @@ Schema = Mapping[str, Any]
 
 ToolFunction = Callable[..., Any]
 F = TypeVar("F", bound=ToolFunction)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class FunctionTool:
         text = f"[timeout] stopped after {self.timeout_s:g} s"
         return ToolOutput(ToolCallStatus.TIMEOUT, text, started_s)
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         if (threads := current_threads()) is None:
             return await in_daemon_thread(call, self.MAX_THREADS)
         return await threads.run(call, self.MAX_THREADS, self.state)

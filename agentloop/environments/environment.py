@@ -44,7 +44,7 @@ from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
-from agentloop.environments.tasks.task import describe, line_of
+from agentloop.environments.tasks.task import Task, describe, line_of
 from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Trajectory
@@ -84,7 +84,7 @@ Setup = Callable[..., AbstractAsyncContextManager[object]]
 Its parameters are arguments of the environment, by their names.
 """
 
-Teacher = Callable[[Any, Random], Script]
+Teacher = Callable[[Task, Random], Script]
 """A function of a task and a random number generator that returns the script of one rollout."""
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class EnvSettings(pydantic.BaseModel):
         "registers, or as harbor:FOLDER for a folder of Harbor tasks; none: the agent answers each "
         "task's prompt, and its answer is checked (`reward`).",
     )
-    args: JsonObject = pydantic.Field(
+    args: dict[str, object] = pydantic.Field(
         default_factory=dict, description="Arguments of the environment, by name."
     )
 
@@ -141,7 +141,7 @@ class Environment:
     setup: Setup | None = None
     replayable: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    shared: Any = None
+    shared: object = None
 
     @property
     def name(self) -> str:
@@ -216,7 +216,7 @@ class Environment:
         except NameError as error:
             raise SettingsError(f"env.name: {self.name}: an annotation: {error}") from error
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> Environment:
+    def with_arguments(self, arguments: Mapping[str, object]) -> Environment:
         """Return the environment with these arguments, converted to the types of its signature.
 
         Raises:

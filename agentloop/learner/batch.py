@@ -41,7 +41,7 @@ __all__ = [
     "shared_prefixes",
 ]
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 _TYPES = {
     "ids": np.int32,
     "mask": np.uint8,
@@ -99,7 +99,8 @@ class Batch:
     @property
     def starts(self) -> Array:
         """int64 [N]: offset of each sample's first token."""
-        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        starts: Array = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        return starts
 
     def up_to(self, max_tokens: int) -> Batch | None:
         """Return the samples of at most `max_tokens` tokens, or None if there are none."""

@@ -56,7 +56,7 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.compile(dynamic=True)
 
 
-class Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+class Head(torch.nn.Module):  # type: ignore[misc]  # mypy skips torch
     """The output layer, computed in chunks, so that at most `chunk` rows of logits exist.
 
     The backward pass recomputes them. It is called as one module, so that ZeRO 3 gathers the weight

@@ -30,7 +30,7 @@ def adamw(scorer: torch.nn.Module, settings: LearnerSettings) -> torch.optim.Ada
 
 def deepspeed_config(settings: LearnerSettings) -> JsonObject:
     """Return DeepSpeed's configuration, with the user's on top."""
-    config: JsonObject = {
+    config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,
         # The number of backward passes per step varies.
         "managed_gradient_accumulation": False,
@@ -75,15 +75,16 @@ def batch_operations(optimizer: Any) -> None:
     optimizer.get_grads_for_norm = gradients
 
 
-def _offloads(settings: LearnerSettings) -> JsonObject:
+def _offloads(settings: LearnerSettings) -> dict[str, object]:
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
     return {name: host for part, name in names.items() if part in settings.offload.split("+")}
 
 
-def _merge(config: JsonObject, more: JsonObject) -> JsonObject:
+def _merge(config: dict[str, object], more: dict[str, object]) -> dict[str, object]:
     merged = dict(config)
     for key, value in more.items():
-        is_nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if is_nested else value
+        if isinstance(value, dict) and isinstance(old := merged.get(key), dict):
+            value = _merge(old, value)
+        merged[key] = value
     return merged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import orjson
 import pydantic
@@ -20,7 +20,7 @@ MAX_BATCH = 65_536
 MAX_ERRORS = 100  # with more invalid fields, none of them is named
 
 
-def _integral(value: Any) -> Any:
+def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -165,7 +165,7 @@ def parse(model: type[Model], body: bytes | bytearray) -> Model:
         raise RequestRefused(400, "bad_request", f"the body is not valid JSON: {error}") from error
 
 
-def check(model: type[Model], fields: Any) -> Model:
+def check(model: type[Model], fields: object) -> Model:
     """Validate a request that is already decoded. Raises RequestRefused like `parse`."""
     try:
         return model.model_validate(fields)

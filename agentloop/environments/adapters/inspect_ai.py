@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from agentloop.distribution import require
 from agentloop.environments.adapters.completions import Completion, complete, openai_call
@@ -24,9 +25,16 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import PromptTooLong, SettingsError, summary_of
 from agentloop.trajectory import Message
 
+if TYPE_CHECKING:
+    from inspect_ai import Task as Spec
+    from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
+    from inspect_ai.scorer import Score
+    from inspect_ai.solver import TaskState
+    from inspect_ai.tool import ToolInfo
+
 __all__ = ["sample"]
 
-Args = dict[str, Any] | None
+Args = dict[str, object] | None
 
 
 def rows(*, name: str, args: Args) -> Iterator[Mapping[str, object]]:
@@ -67,18 +75,18 @@ async def sample(task: Task, agent: Agent, *, name: str, args: Args = None) -> R
     return _reward(await spec.scorer[0](state, state.target))
 
 
-def _text_of(prompt: Any) -> str:
+def _text_of(prompt: str | list[ChatMessage]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.role}: {message.text}" for message in prompt)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return import_module(f"inspect_ai.{name}")
 
 
 @cache
-def _load(name: str, args: str) -> Any:
+def _load(name: str, args: str) -> Spec:
     """Return the task of that name."""
     require("inspect", {"inspect_ai": "a task of Inspect"})
     try:
@@ -92,7 +100,7 @@ def _load(name: str, args: str) -> Any:
     return spec
 
 
-def _enter_context(spec: Any, agent: Agent, state: Any) -> Any:
+def _enter_context(spec: Spec, agent: Agent, state: TaskState) -> Model:
     """Set this rollout's context, by the private parts of Inspect's runner; return the model."""
     model = _module("model").get_model(_provider(), config=spec.config, memoize=False, agent=agent)
     _module("_eval.context").init_model_context(model, spec.model_roles)
@@ -103,8 +111,13 @@ def _enter_context(spec: Any, agent: Agent, state: Any) -> Any:
 
 
 async def _generate(
-    spec: Any, model: Any, state: Any, tool_calls: str = "loop", cache: Any = False, **options: Any
-) -> Any:
+    spec: Spec,
+    model: Model,
+    state: TaskState,
+    tool_calls: str = "loop",
+    cache: object = False,
+    **options: object,
+) -> TaskState:
     """Let the model answer and call tools, as Inspect's `Generate`."""
     config = spec.config.merge(_module("model").GenerateConfig(**options))
     run = _module("_eval.task.generate").task_generate
@@ -118,14 +131,20 @@ def _provider() -> str:
 
     @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator, unused-ignore]
     class Api(model.ModelAPI):  # type: ignore[misc, name-defined]
-        def __init__(self, agent: Agent, **options: Any) -> None:
+        def __init__(self, agent: Agent, **options: object) -> None:
             super().__init__(**options)
             self._agent = agent
 
         def max_connections(self) -> int:
             return 1 << 20  # the router has the limit
 
-        async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
+        async def generate(
+            self,
+            input: list[ChatMessage],
+            tools: list[ToolInfo],
+            tool_choice: object,
+            config: GenerateConfig,
+        ) -> ModelOutput:
             infos = [tool.model_dump(exclude_none=True) for tool in tools if tool_choice != "none"]
             schemas = [{"type": "function", "function": info} for info in infos]
             prompt = [*map(_message, input)]
@@ -143,7 +162,7 @@ def _provider() -> str:
     return "agentloop/agent"
 
 
-def _message(message: Any) -> Message:
+def _message(message: ChatMessage) -> Message:
     """Return a message of Inspect as one of OpenAI."""
     error = getattr(message, "error", None)
     data = {"role": message.role, "content": error.message if error else message.text}
@@ -152,7 +171,7 @@ def _message(message: Any) -> Message:
     return data
 
 
-def _reward(score: Any) -> Reward:
+def _reward(score: Score) -> Reward:
     """Return a score, of a mapping the mean, as a reward. Raises ValueError for unknown values."""
     to_float, zeros = _module("scorer").value_to_float(), ("i", "n", "no", "false")
     values = score.value if isinstance(score.value, Mapping) else {"score": score.value}

@@ -91,7 +91,7 @@ class OpenEnvSession:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ServerUnavailable(f"openenv: the server closed the connection at {kind}")
         response = json.loads(answer.data)
-        payload: JsonObject = response.get("data") or {}
+        payload: dict[str, object] = response.get("data") or {}
         if response.get("type") != "error":
             return payload
         problem = f"{payload.get('message')} {payload.get('errors') or ''}".strip()

@@ -56,10 +56,10 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
     area = mmap.mmap(REPORT_FD, wire.REPORT_BYTES)
     if spec.kill_by != "uid":
         drop_privileges(spec)
-    variables: dict[str, Any] = sys.modules["__main__"].__dict__
+    variables: dict[str, object] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
-    interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
+    interrupt: object = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
         data = os.read(JOB_FD, wire.INLINE_JOB)
@@ -295,7 +295,7 @@ def run_lasting_cell(
         return 1, {}, ignore_interrupts()
 
 
-def ignore_interrupts() -> Any:
+def ignore_interrupts() -> object:
     """Ignore SIGINT; return the handler that was set."""
     handler = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -348,7 +348,7 @@ def is_of_call(filename: str) -> bool:
     return filename == NAME or filename.startswith("<cell ")
 
 
-def show_error(error: BaseException) -> dict[str, Any]:
+def show_error(error: BaseException) -> dict[str, object]:
     """The traceback as the author of the code would see it: no frame of ours."""
     trace = error.__traceback__
     while trace is not None and not is_of_call(trace.tb_frame.f_code.co_filename):
@@ -386,7 +386,7 @@ def finish_threads() -> None:
         pass
 
 
-def finish_variables(variables: dict[str, Any], code: str) -> None:
+def finish_variables(variables: dict[str, object], code: str) -> None:
     """Let go of the program's objects as an interpreter does at its end: files are written out,
     finalizers run."""
     try:
@@ -407,7 +407,7 @@ def finish_variables(variables: dict[str, Any], code: str) -> None:
 LINGERS = re.compile("open|__del__|weakref|yield|Wrapper|Writer|async")
 
 
-def write_report(area: mmap.mmap, report: dict[str, Any]) -> None:
+def write_report(area: mmap.mmap, report: dict[str, object]) -> None:
     data = json.dumps(report, ensure_ascii=False).encode("utf-8", "replace")
     if len(data) <= wire.REPORT_BYTES - wire.REPORT_START:
         area[wire.REPORT_START : wire.REPORT_START + len(data)] = data

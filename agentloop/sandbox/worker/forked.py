@@ -189,7 +189,7 @@ class Forked:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.done_fd)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the child's report. It is copied, since the child could truncate the file."""
         (size,) = REPORT_SIZE.unpack(os.pread(self.report_fd, REPORT_SIZE.size, STARTED.size))
         if not 0 < size <= REPORT_BYTES:
@@ -201,7 +201,7 @@ class Forked:
         return report if isinstance(report, dict) else {}
 
 
-def checked_error(error: Any) -> dict[str, Any] | None:
+def checked_error(error: object) -> dict[str, object] | None:
     """Return the child's report of its error in the form that the supervisor expects."""
     if not isinstance(error, dict):
         return None
@@ -214,7 +214,7 @@ def checked_error(error: Any) -> dict[str, Any] | None:
     }
 
 
-def split_status(status: int | None, report: dict[str, Any]) -> tuple[int | None, int | None]:
+def split_status(status: int | None, report: dict[str, object]) -> tuple[int | None, int | None]:
     """Return an exit code or a signal. Of a living session, its own report (`status` is None)."""
     if status is None:
         code = report.get("exit_code")

@@ -219,7 +219,7 @@ class WorkerServer:
             case "ping":
                 self.send({"op": "pong"})
 
-    def accept(self, frame: dict[str, Any]) -> None:
+    def accept(self, frame: dict[str, object]) -> None:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
         try:
@@ -250,7 +250,7 @@ class WorkerServer:
             child.session = None  # nobody asks any more how it ends
             self.kill(child, "cancelled")
 
-    def send(self, frame: dict[str, Any]) -> None:
+    def send(self, frame: dict[str, object]) -> None:
         try:
             self.supervisor.send(frame)
         except EOFError:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentloop.errors import RunFolderError
 from agentloop.kept_ids import KeptIds
@@ -52,17 +51,17 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     """
     import numpy as np
 
-    def where_sampled(sample: Sample, values: float | list[float]) -> np.ndarray[Any, Any]:
+    def where_sampled(sample: Sample, values: float | list[float]) -> np.ndarray:
         mask = np.asarray(sample.mask, "uint8")
         all_values = np.zeros(len(mask), "float32")
         all_values[mask == 1] = values
         return all_values
 
-    def per_sample(values: Iterable[int]) -> Iterator[np.ndarray[Any, Any]]:
+    def per_sample(values: Iterable[int]) -> Iterator[np.ndarray]:
         yield np.array([*values], "int32")
 
     num_tokens = sum(len(sample.ids) for sample in samples)
-    tensors: dict[str, tuple[str, int, Iterable[np.ndarray[Any, Any]]]] = {
+    tensors: dict[str, tuple[str, int, Iterable[np.ndarray]]] = {
         "ids": ("int32", num_tokens, (np.asarray(s.ids, "int32") for s in samples)),
         "mask": ("uint8", num_tokens, (np.asarray(s.mask, "uint8") for s in samples)),
         "logprobs": ("float32", num_tokens, (np.asarray(s.logprobs, "float32") for s in samples)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ __all__ = ["MODELS", "VERSIONS", "Tensor", "checksum", "config_dtype", "parts_of
 VERSIONS = ("0.5.16", "0.5.23")
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
