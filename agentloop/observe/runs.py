@@ -26,7 +26,7 @@ class RunEntry(TypedDict):
 
 
 class Origin(TypedDict):
-    """What made a run; see `origin_of`."""
+    """The settings and the commands that made a run."""
 
     settings: str
     commands: list[dict[str, object]]

@@ -15,6 +15,7 @@ from agentloop.aio import (
     Slot,
     collect_garbage_rarely,
     exempt_from_collection,
+    let_callbacks_use_anyio,
     task_group,
 )
 

@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from agentloop.distribution import require
 from agentloop.environments.adapters.completions import Completion, complete, openai_call
@@ -25,16 +24,9 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import PromptTooLong, SettingsError, summary_of
 from agentloop.trajectory import Message
 
-if TYPE_CHECKING:
-    from inspect_ai import Task as Spec
-    from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
-    from inspect_ai.scorer import Score
-    from inspect_ai.solver import TaskState
-    from inspect_ai.tool import ToolInfo
-
 __all__ = ["sample"]
 
-Args = dict[str, object] | None
+Args = dict[str, Any] | None
 
 
 def rows(*, name: str, args: Args) -> Iterator[Mapping[str, object]]:
@@ -75,18 +67,18 @@ async def sample(task: Task, agent: Agent, *, name: str, args: Args = None) -> R
     return _reward(await spec.scorer[0](state, state.target))
 
 
-def _text_of(prompt: str | list[ChatMessage]) -> str:
+def _text_of(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.role}: {message.text}" for message in prompt)
 
 
-def _module(name: str) -> ModuleType:
+def _module(name: str) -> Any:
     return import_module(f"inspect_ai.{name}")
 
 
 @cache
-def _load(name: str, args: str) -> Spec:
+def _load(name: str, args: str) -> Any:
     """Return the task of that name."""
     require("inspect", {"inspect_ai": "a task of Inspect"})
     try:
@@ -100,7 +92,7 @@ def _load(name: str, args: str) -> Spec:
     return spec
 
 
-def _enter_context(spec: Spec, agent: Agent, state: TaskState) -> Model:
+def _enter_context(spec: Any, agent: Agent, state: Any) -> Any:
     """Set this rollout's context, by the private parts of Inspect's runner; return the model."""
     model = _module("model").get_model(_provider(), config=spec.config, memoize=False, agent=agent)
     _module("_eval.context").init_model_context(model, spec.model_roles)
@@ -111,13 +103,8 @@ def _enter_context(spec: Spec, agent: Agent, state: TaskState) -> Model:
 
 
 async def _generate(
-    spec: Spec,
-    model: Model,
-    state: TaskState,
-    tool_calls: str = "loop",
-    cache: object = False,
-    **options: object,
-) -> TaskState:
+    spec: Any, model: Any, state: Any, tool_calls: str = "loop", cache: Any = False, **options: Any
+) -> Any:
     """Let the model answer and call tools, as Inspect's `Generate`."""
     config = spec.config.merge(_module("model").GenerateConfig(**options))
     run = _module("_eval.task.generate").task_generate
@@ -131,20 +118,14 @@ def _provider() -> str:
 
     @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator, unused-ignore]
     class Api(model.ModelAPI):  # type: ignore[misc, name-defined]
-        def __init__(self, agent: Agent, **options: object) -> None:
+        def __init__(self, agent: Agent, **options: Any) -> None:
             super().__init__(**options)
             self._agent = agent
 
         def max_connections(self) -> int:
             return 1 << 20  # the router has the limit
 
-        async def generate(
-            self,
-            input: list[ChatMessage],
-            tools: list[ToolInfo],
-            tool_choice: object,
-            config: GenerateConfig,
-        ) -> ModelOutput:
+        async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
             infos = [tool.model_dump(exclude_none=True) for tool in tools if tool_choice != "none"]
             schemas = [{"type": "function", "function": info} for info in infos]
             prompt = [*map(_message, input)]
@@ -162,7 +143,7 @@ def _provider() -> str:
     return "agentloop/agent"
 
 
-def _message(message: ChatMessage) -> Message:
+def _message(message: Any) -> Message:
     """Return a message of Inspect as one of OpenAI."""
     error = getattr(message, "error", None)
     data = {"role": message.role, "content": error.message if error else message.text}
@@ -171,7 +152,7 @@ def _message(message: ChatMessage) -> Message:
     return data
 
 
-def _reward(score: Score) -> Reward:
+def _reward(score: Any) -> Reward:
     """Return a score, of a mapping the mean, as a reward. Raises ValueError for unknown values."""
     to_float, zeros = _module("scorer").value_to_float(), ("i", "n", "no", "false")
     values = score.value if isinstance(score.value, Mapping) else {"score": score.value}
