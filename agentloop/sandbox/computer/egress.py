@@ -1,4 +1,4 @@
-"""What may leave a computer: an allow-list, and a strict reading of requests to its proxy.
+"""The hosts that a computer may reach, and a strict reading of requests to its proxy.
 
     allow:pypi.org, *.pythonhosted.org:443, 10.1.2.3:8080, 10.2.0.0/16, [2001:db8::1]:443
 
@@ -39,7 +39,7 @@ _TRANSLATED_V6 = (ip_network("2001::/23"), ip_network("2002::/16"))
 
 
 class Refused(ValueError):
-    """What a computer asked for may not be; the message tells it why."""
+    """A refusal of what a computer asked for; the message tells it why."""
 
 
 @dataclass(frozen=True)

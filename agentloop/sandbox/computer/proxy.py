@@ -60,7 +60,7 @@ class GuestSockets:
         self._lock = anyio.Lock()
 
     async def _make(self) -> socket.socket:
-        async with self._lock:
+        async with self._lock:  # no deadline: each holder has one
             # A caller who went away would leave the next one an answer. That does for it, too.
             with anyio.fail_after(SOCKET_TIMEOUT_S, shield=True):
                 self._connection.send(b"\0")
@@ -116,6 +116,7 @@ async def serving(
                 while True:
                     await places.acquire()  # no deadline: each connection has one
                     try:
+                        # no deadline: until the computer ends
                         tasks.start_soon(attend, await listener.accept())
                     except OSError:  # we have too many descriptors: others wait in the kernel
                         places.release()
@@ -143,8 +144,9 @@ async def relay(
         async def copy(source: AsyncIterable[bytes], target: SocketStream) -> None:
             try:
                 with suppress(anyio.EndOfStream):
+                    # no deadline: the scope has one
                     async for data in source:
-                        await target.send(data)
+                        await target.send(data)  # no deadline: likewise
                         scope.deadline = anyio.current_time() + IDLE_S
                 await target.send_eof()
             except (*ENDED, Refused):
@@ -220,7 +222,7 @@ async def _receive_head(near: SocketStream) -> tuple[bytes, bytes]:
     """Return the head of a request, and what came behind it."""
     data = b""
     while (end := data.find(END_OF_HEAD)) < 0 and len(data) <= MAX_HEAD_BYTES:
-        data += await near.receive()
+        data += await near.receive()  # no deadline: the caller has one
     if not 0 <= end <= MAX_HEAD_BYTES:
         raise Refused("the head is too long")
     return data[:end], data[end + len(END_OF_HEAD) :]
@@ -243,7 +245,7 @@ async def _one_request(
             raise Refused("one request for each connection")
         left -= len(data)
         yield data
-        data = await near.receive()
+        data = await near.receive()  # no deadline: relay has one
 
 
 async def _tunnelled(
@@ -253,11 +255,11 @@ async def _tunnelled(
 
     TLS must ask for the server to whom the tunnel leads: many share the addresses of one provider.
     """
-    data = data or await near.receive()
+    data = data or await near.receive()  # no deadline: relay has one
     if isinstance(request.host, str) and (request.port == TLS_PORT or data[:1] == HANDSHAKE):
         data = await _check_hello(near, data, request.host)
     yield data
-    async for data in near:
+    async for data in near:  # no deadline: likewise
         yield data
 
 
@@ -278,7 +280,7 @@ async def _check_hello(near: SocketStream, data: bytes, host: str) -> bytes:
         try:
             reader.do_handshake()
         except ssl.SSLWantReadError:
-            more = await near.receive()
+            more = await near.receive()  # no deadline: relay has one
             data += more
             incoming.write(more)
         except ssl.SSLError:
