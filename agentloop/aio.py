@@ -40,7 +40,7 @@ _run_threads = LimiterVar("_run_threads")
 def let_callbacks_use_anyio() -> None:
     """Let callbacks of transports that are made after this in the same task start tasks.
 
-    Where sniffio is installed anyio asks it for the event loop, which it knows outside of tasks only
+    Where sniffio is installed anyio asks it for the event loop. Outside of tasks it knows that only
     below `anyio.run`: not below `asyncio.run`, nor in a notebook.
     """
     if (sniffio := sys.modules.get("sniffio")) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from functools import partial
@@ -14,6 +15,7 @@ from agentloop.aio import (
     Slot,
     collect_garbage_rarely,
     exempt_from_collection,
+    let_callbacks_use_anyio,
     task_group,
 )
 
@@ -146,3 +148,14 @@ def test_only_what_exists_is_exempt_from_collections() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+def test_callbacks_below_asyncio_run_know_the_event_loop() -> None:
+    async def main() -> anyio.CancelScope:
+        let_callbacks_use_anyio()
+        loop = asyncio.get_running_loop()
+        made: asyncio.Future[anyio.CancelScope] = loop.create_future()
+        loop.call_soon(lambda: made.set_result(anyio.CancelScope()))
+        return await made
+
+    assert asyncio.run(main())

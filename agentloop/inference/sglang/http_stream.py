@@ -19,6 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 import anyio
 import httptools
 
+from agentloop.aio import let_callbacks_use_anyio
+
 _MAX_ERROR_BYTES = 65_536
 
 
