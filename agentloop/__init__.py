@@ -18,7 +18,7 @@ anyio.run(main)
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentloop.agent.mcp import mcp_server
@@ -122,7 +122,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Import on first use: `agentloop --help` and the learner need none of these modules.
     for module, names in _MODULES.items():
         if name in names:

@@ -191,7 +191,7 @@ def _settings_file(name: Path | str, *, folder: Path | None = None, where: str =
         raise SettingsError(f"{where}{error}") from error
 
 
-def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
+def _read_toml(file: Path, where: str = "") -> dict[str, object]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:

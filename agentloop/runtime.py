@@ -35,6 +35,7 @@ from agentloop.agent.sessions import ServedSessions, SessionSettings
 from agentloop.agent.threads import in_daemon_thread
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Tool, Tools
+from agentloop.agent.turn_journal import TurnJournal
 from agentloop.aio import LimiterVar, task_group
 from agentloop.config import load_settings, with_values
 from agentloop.environments.agent import conversation_of
@@ -235,6 +236,7 @@ class Runtime:
         id: str | None = None,
         on_event: Emit = ignore,
         with_text: bool = True,
+        journal: TurnJournal | None = None,
     ) -> Trajectory:
         """Run one rollout to its end.
 
@@ -244,13 +246,12 @@ class Runtime:
             options: conditions that end a turn besides the model's end-of-turn token.
             template_arguments: variables of the chat template, besides those of the settings.
             reply: called with each answer; returns the user's next message, or None to end.
-            group: a name shared by rollouts with the same messages and tools, which then share
-                KV cache.
+            group: a name shared by rollouts that share KV cache: of the same messages and tools.
             prompt_ids: the token ids of `messages` with the tools, if they are known.
             id: id of the trajectory, which no other one in flight may have; None: a new one.
             on_event: called with each event as it happens; must not block.
-            with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
-                which costs less.
+            with_text: decode the tokens of `TokensSampled` events; otherwise they carry ids only.
+            journal: keeps its turns, and has those that were kept before a kill.
 
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectory.
@@ -271,6 +272,7 @@ class Runtime:
             group=group,
             prompt_ids=prompt_ids,
             id=id or uuid.uuid4().hex,
+            journal=journal,
         )
         return await self._run(rollout)
 

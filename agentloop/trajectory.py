@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from agentloop.kept_ids import KeptIds
+
 __all__ = [
     "Message",
     "StopReason",
@@ -23,6 +25,7 @@ __all__ = [
     "ToolCallStatus",
     "ToolResult",
     "Trajectory",
+    "TruncatedTurn",
     "Turn",
     "TurnEnd",
     "VersionSpan",
@@ -222,6 +225,35 @@ class Turn:
             if span.start < end
         ]
 
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Turn:
+        """Rebuild a turn from its fields as plain data; raises like `Trajectory.from_dict`."""
+        kept = {"kept": KeptIds.parse(row["kept"])} if "kept" in row else {}
+        return (TruncatedTurn if kept else cls)(
+            **{
+                **row,
+                **kept,
+                "end": TurnEnd(row["end"]),
+                "versions": [VersionSpan(**span) for span in row["versions"]],
+                "calls": [ToolCall(**call) for call in row["calls"]],
+                "results": [
+                    ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
+                    for result in row["results"]
+                ],
+            }
+        )
+
+
+@dataclass(slots=True)
+class TruncatedTurn(Turn):
+    """A turn that was sampled with top-k, top-p or min-p, to be trained on.
+
+    `kept` has the ids that they left for each output token. `logprobs` are those of the
+    distribution over these ids.
+    """
+
+    kept: KeptIds = field(default_factory=KeptIds)
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -284,6 +316,21 @@ class Trajectory:
                 versions += [span.version] * (span.end - span.start)
             versions += [None] * len(turn.observation_ids)
         return versions
+
+    @property
+    def kept(self) -> KeptIds | None:
+        """The kept ids of each id; None: none were recorded."""
+        if not any(isinstance(turn, TruncatedTurn) for turn in self.turns):
+            return None
+        kept = KeptIds()
+        kept.append_whole(len(self.prompt_ids))
+        for turn in self.turns:
+            if isinstance(turn, TruncatedTurn):
+                kept.append(turn.kept)
+            else:
+                kept.append_whole(len(turn.output_ids))
+            kept.append_whole(len(turn.observation_ids))
+        return kept
 
     @property
     def has_ids(self) -> bool:
@@ -349,12 +396,12 @@ class Trajectory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data for JSON."""
-        return asdict(self)
+        return asdict(self, dict_factory=_plain)
 
     def to_dict_per_token(self) -> dict[str, Any]:
         """Return the same, and `ids` with lists as long: `mask`, `logprobs` and `versions`."""
         lists = {"ids": self.ids, "mask": self.mask, "logprobs": self.logprobs}
-        return {**asdict(self), **lists, "versions": self.versions}
+        return {**self.to_dict(), **lists, "versions": self.versions}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
@@ -365,20 +412,10 @@ class Trajectory:
             TypeError: a field has the wrong type.
             ValueError: a value is invalid.
         """
-        turns = [
-            Turn(
-                **{
-                    **turn,
-                    "end": TurnEnd(turn["end"]),
-                    "versions": [VersionSpan(**span) for span in turn["versions"]],
-                    "calls": [ToolCall(**call) for call in turn["calls"]],
-                    "results": [
-                        ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
-                        for result in turn["results"]
-                    ],
-                }
-            )
-            for turn in row["turns"]
-        ]
+        turns = [Turn.from_dict(turn) for turn in row["turns"]]
         values = {field.name: row[field.name] for field in fields(cls)}
         return cls(**values | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})
+
+
+def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: str(value) if key == "kept" else value for key, value in fields}

@@ -83,6 +83,7 @@ class _Logged(SGLangServer):
         rank: int | None = None,
         num_top_logprobs: int = 0,
         prompt_logprobs: bool = False,
+        kept_ids: bool = False,
     ) -> None:
         _rids.get().append(rid)
         await super().generate(
@@ -93,6 +94,7 @@ class _Logged(SGLangServer):
             rank=rank,
             num_top_logprobs=num_top_logprobs,
             prompt_logprobs=prompt_logprobs,
+            kept_ids=kept_ids,
         )
 
 

@@ -4,11 +4,14 @@
     python -m bench.gpu --list                       the parts: limit, requirements, command
     python -m bench.gpu --only speed,zero            some of them
     python -m bench.gpu --device cpu --size tiny     proves that each part works, without a GPU
+    python -m bench.gpu carry FOLDER                 what a machine without a network needs
+    python -m bench.gpu --carried FOLDER             and the parts that run with it, there
 
 Each part is a process of its own with a time limit of at most eight minutes, and needs no network.
-Its result is kept as DIR/PART.json (`--folder DIR`), its output as DIR/PART.log. A second call
-runs only parts that have not succeeded on this device and size; `--again` runs all. A part whose
-requirements are missing is skipped, and the table names what is missing.
+A line is printed as it ends; its result is kept as DIR/PART.json (`--folder DIR`) and as a line of
+DIR/results.jsonl, its output as DIR/PART.log. A second call runs only parts that have not
+succeeded on this device and size; `--again` runs all. A part whose requirements are missing is
+skipped, and the table names what is missing.
 
 The model is Qwen3-0.6B with random weights, in bfloat16. The plain loop of `speed` keeps its
 weights and AdamW's moments in bfloat16, the learner in float32, which takes more memory and time:
@@ -24,26 +27,29 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
 
+from bench import gpu_carry
 from bench.command import parser_for, words
 
 __all__ = ["PARTS", "Part", "main", "missing", "table"]
 
 _MAX_LIMIT_S = 480.0
 _GRACE_S = 20.0  # for a part's servers and ranks to end with it
+_TAIL_LINES = 60
 _PACKAGES = ("torch", "deepspeed", "transformers", "sglang", "flash-attn")
 
 
@@ -131,7 +137,7 @@ def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     file.unlink(missing_ok=True)
-    started = time.monotonic()
+    limit_s, started = min(part.limit_s, options.limit), time.monotonic()
     with (options.folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             _command(name, options),
@@ -139,7 +145,7 @@ def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             start_new_session=True,
         )  # fmt: skip
         try:
-            returncode = process.wait(part.limit_s)
+            returncode = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             returncode = None
         finally:
@@ -150,14 +156,14 @@ def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             **identity,
             **duration,
             "state": "failed",
-            "reason": f"took over {part.limit_s:g} s",
+            "reason": f"took over {limit_s:g} s",
         }
     if file.exists():
         result: dict[str, Any] = json.loads(file.read_text())
         return result | duration
     log_path = options.folder / f"{name}.log"
     lines = log_path.read_text(errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "")
+    last = next((line for line in reversed(lines) if re.search(r"\w", line)), "")
     reason = f"ended with {returncode}: {last} (see {log_path})"
     return {**identity, **duration, "state": "failed", "reason": reason}
 
@@ -187,9 +193,19 @@ def _run_here(name: str, options: argparse.Namespace) -> None:
             result |= {"state": "done", "rows": rows}
         except PartFailed as error:
             result |= {"state": "failed", "reason": str(error)}
+        except BaseException:
+            _print_tails(Path(folder))
+            raise
     partial = options.folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(options.folder / f"{name}.json")
+
+
+def _print_tails(folder: Path) -> None:
+    """Print the ends of the logs of a part's servers and ranks, which go with its folder."""
+    for path in sorted(folder.rglob("*.log*")):
+        lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        print(f"--- {path.relative_to(folder)}", *lines, sep="\n", flush=True)
 
 
 def _machine(device_name: str) -> dict[str, str]:
@@ -213,15 +229,27 @@ def _earlier(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return all results as one table, in Markdown."""
     lines = ["| part | case | result |", "|---|---|---|"]
-    for result in results:
-        if result["state"] != "done":
-            reason = " ".join(str(result["reason"]).split())
-            lines.append(f"| {result['part']} | {result['state']} | {reason[:300]} |")
-            continue
-        for row in result["rows"]:
-            figures = [f"{key} {_cell(row[key])}" for key in row if key != "case"]
-            lines.append(f"| {result['part']} | {row['case']} | {'; '.join(figures)} |")
+    lines += [
+        f"| {result['part']} | {case} | {text} |"
+        for result in results
+        for case, text in _rows(result)
+    ]
     return "\n".join(lines)
+
+
+def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each case and its figures; of a part without a result, the reason."""
+    if result["state"] != "done":
+        yield result["state"], " ".join(str(result["reason"]).split())[:300]
+        return
+    for row in result["rows"]:
+        yield row["case"], "; ".join(f"{key} {_cell(row[key])}" for key in row if key != "case")
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    """Return a result as one line."""
+    took = f"{result['seconds']:g} s" if "seconds" in result else "0 s"
+    return f"{result['part']}, {took}: {' | '.join(map(': '.join, _rows(result)))}"
 
 
 def _cell(value: Any) -> str:
@@ -245,6 +273,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
     parser.add_argument("--folder", type=Path, default=Path("gpu-results"), help="of the results")
+    parser.add_argument("--carried", type=Path, metavar="DIR", help="written by `carry`")
+    parser.add_argument("--limit", type=float, default=_MAX_LIMIT_S, help="seconds for each part")
     parser.add_argument("--again", action="store_true", help="also run parts that have succeeded")
     parser.add_argument("--list", action="store_true", help="print the parts, run none")
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
@@ -252,7 +282,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["carry"]:
+        return gpu_carry.main(arguments[1:])
     options = _parser().parse_args(arguments)
+    with ExitStack() as stack:
+        if options.carried:
+            site = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-gpu-site-"))
+            gpu_carry.use(options.carried, Path(site))
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.list:
         for name in options.only:
             part = PARTS[name]
@@ -270,7 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name} ...", file=sys.stderr, flush=True)
             result = _run_part(name, options)
             (options.folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{name}: {result['state']} {result.get('reason', '')}", file=sys.stderr)
+            with (options.folder / "results.jsonl").open("a") as lines:
+                lines.write(json.dumps(result) + "\n")
+            print(_line(result), flush=True)
         results.append(result)
     print(table(results))
     return 1 if any(result["state"] == "failed" for result in results) else 0

@@ -35,7 +35,7 @@ from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
-from bench import countdown_model, handover
+from bench import countdown_model, gpu_carry, handover
 from bench.command import say
 from bench.gpu_model import PartFailed, Row, Setup
 from bench.learner import agentic_batch
@@ -48,11 +48,18 @@ _PROMPT = 20  # tokens
 _NUM_SYNCS = 4
 
 
+def _gpu_arguments() -> tuple[str, ...]:
+    return (*_SHARE, *(gpu_carry.SERVER_ARGS if gpu_carry.in_use() else ()))
+
+
 def server_settings(setup: Setup, *extra_args: str) -> ServerSettings:
     """Return the settings of the parts' servers."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16_384}
     if setup.on_gpu:
-        options, extra_args = {"device": "cuda", "dtype": "bfloat16"}, (*_SHARE, *extra_args)
+        options, extra_args = (
+            {"device": "cuda", "dtype": "bfloat16"},
+            (*_gpu_arguments(), *extra_args),
+        )
     # A first start on a GPU compiles kernels; the part's own limit is not much longer.
     return ServerSettings(start_timeout_s=400, extra_args=extra_args, **options)
 
@@ -217,7 +224,8 @@ def handover_options(setup: Setup, *server_args: str) -> handover.Options:
         dtype="bfloat16" if setup.on_gpu else "float32",
         num_streams=min(16, setup.size.num_requests),
         num_output=400 if tiny else 2000,  # several syncs must fit into a stream
-        server_args=(*_SHARE, *server_args) if setup.on_gpu else server_args,
+        server_args=(*_gpu_arguments(), *server_args) if setup.on_gpu else server_args,
+        has_spans=not gpu_carry.in_use(),
     )
 
 
@@ -262,12 +270,13 @@ async def pause(setup: Setup) -> list[Row]:
     if num_lost:
         raise PartFailed(f"{num_lost} streams lost tokens or versions")
     paused, silent, stream_silent, _ = map(statistics.median, zip(*measurements, strict=True))
+    case = f"{options.num_streams} streams" + ", versions not told" * (not options.has_spans)
     figures = {
         "paused, ms": paused * 1e3,
         "server silent, ms": silent * 1e3,
         "a stream silent, ms": stream_silent * 1e3,
     }
-    return [{"case": f"{options.num_streams} streams", **figures}]
+    return [{"case": case, **figures}]
 
 
 # --- a whole run --------------------------------------------------------------------------------
@@ -281,7 +290,8 @@ def train_arguments(setup: Setup, model: Path, num_steps: int) -> list[str]:
     """
     prompts, rollouts, tokens = (8, 8, 1024) if setup.on_gpu else (2, 4, 60)
     if setup.on_gpu:
-        server = ["server.dtype=bfloat16"]
+        arguments = json.dumps(_gpu_arguments())
+        server = ["server.dtype=bfloat16", f"server.extra_args={arguments}"]
     else:
         server = ["server.device=cpu", "server.max_total_tokens=16384", "server.extra_args=[]"]
     return [

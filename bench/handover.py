@@ -51,6 +51,7 @@ class Options:
         num_prompt: Tokens of each stream's prompt; `num_output` of its reply.
         num_rounds: Weight syncs while the streams run.
         server_args: Further options of SGLang.
+        has_spans: Whether the server tells which tokens are of which version.
     """
 
     num_layers: int
@@ -61,6 +62,7 @@ class Options:
     num_rounds: int = 2
     hidden: int = 1024
     server_args: tuple[str, ...] = ()
+    has_spans: bool = True
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> None:
@@ -193,11 +195,12 @@ class Stream:
 
     def is_whole(self, num_tokens: int, num_versions: int) -> bool:
         """Return whether all tokens arrived and the version spans cover them, one per weight
-        sync."""
+        sync; with 0 versions, whether all tokens arrived."""
         assert self.last is not None
         spans = self.last.versions
         edges = [0, *(edge for span in spans for edge in (span.start, span.end)), num_tokens]
         covered = all(end == start for end, start in zip(edges[::2], edges[1::2], strict=True))
+        covered = covered or not num_versions
         return covered and (len(self.came_s), len(spans)) == (num_tokens, num_versions)
 
 
@@ -245,5 +248,6 @@ async def stream_once(
                     statistics.median(b - a for a, b in itertools.pairwise(own_streams[0].came_s)),
                 )
             )
-    lost = sum(not s.is_whole(options.num_output, options.num_rounds + 1) for s in streams)
+    num_versions = options.num_rounds + 1 if options.has_spans else 0
+    lost = sum(not s.is_whole(options.num_output, num_versions) for s in streams)
     return measurements, lost

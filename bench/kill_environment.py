@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
+from pathlib import Path
 from random import Random
 
 import anyio
@@ -12,7 +14,7 @@ import anyio.to_thread
 
 import agentloop
 
-__all__ = ["fail_at_random", "solve_and_check"]
+__all__ = ["EFFECTS", "ask_again", "fail_at_random", "solve_and_check"]
 
 _abandoned: list[asyncio.Future[agentloop.Trajectory]] = []
 
@@ -29,6 +31,35 @@ async def solve_and_check(task: agentloop.Task, agent: agentloop.Agent) -> float
     checked = await checker.chat(f"{task.prompt} Is it {solved.answer[:200]}?")
     checker.reward = _coin(checked)
     return _coin(solved.text)
+
+
+EFFECTS = "AGENTLOOP_BENCH_EFFECTS"  # variable with the path of a file
+
+
+@agentloop.environment(replayable=True)
+async def ask_again(task: agentloop.Task, agent: agentloop.Agent) -> float:
+    """Let the agent answer several times; its tool has effects: a line for each call."""
+    num_asked = 0
+
+    def python_code_with_standard_io(code: str, input: str = "") -> str:
+        """Run a program.
+
+        Args:
+            code: the program.
+            input: its standard input.
+        """
+        with Path(os.environ[EFFECTS]).open("a") as file:
+            file.write(f"{agent.id}\n")
+        time.sleep(0.05)  # so that some kills fall into calls
+        return "42"
+
+    def reply(answer: str) -> str | None:
+        nonlocal num_asked
+        num_asked += 1
+        return None if num_asked == 5 else task.question
+
+    answered = await agent.run(task.prompt, tools=[python_code_with_standard_io], reply=reply)
+    return _coin("".join(turn.text for turn in answered.turns))
 
 
 @agentloop.environment(agent_errors={ValueError: -1.0})

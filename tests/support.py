@@ -362,6 +362,13 @@ class FakeSGLang:
             "output_token_logprobs": [[logprob(had + i), ids[i], None] for i in range(first, stop)],
             "cached_tokens": 2,
         }
+        if body.get("return_sampling_mask"):
+            meta["output_token_sampling_logprobs"] = [
+                logprob(had + i) / 2 for i in range(first, stop)
+            ]
+            meta["output_token_sampling_mask"] = [[ids[i], ids[i] + 1] for i in range(first, stop)]
+        if not body.get("return_logprob"):
+            del meta["output_token_logprobs"]
         if num_top := body.get("top_logprobs_num"):
             meta["output_top_logprobs"] = [
                 [[logprob(had + i) - rank, ids[i] + rank, None] for rank in range(num_top)]

@@ -69,7 +69,7 @@ ELSEWHERE = {
 }
 
 
-def test_each_command_of_the_readme_is_run_or_says_why_not() -> None:
+def test_readme_commands_are_run_or_explained() -> None:
     text = (ROOT / "README.md").read_text("utf-8") + (ROOT / "docs/README.md").read_text("utf-8")
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
     commands = "".join(blocks).splitlines()

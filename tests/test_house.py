@@ -28,6 +28,7 @@ BOTTOM = {
     "agentloop.errors",
     "agentloop.aio",
     "agentloop.child_environment",
+    "agentloop.kept_ids",
     "agentloop.trajectory",
     "agentloop.config",
     "agentloop.events",
@@ -200,9 +201,10 @@ MAY_IMPORT = {
     "agentloop.aio": {"agentloop.errors"},
     "agentloop.plain_json": set(),
     "agentloop.inference.processes.restarts": set(),
-    "agentloop.trajectory": {"agentloop.errors"},
+    "agentloop.kept_ids": set(),
+    "agentloop.trajectory": {"agentloop.errors", "agentloop.kept_ids"},
     "agentloop.config": {"agentloop.errors"},
-    "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},
+    "agentloop.events": {"agentloop.trajectory", "agentloop.kept_ids", "agentloop.errors"},
     "agentloop.child_environment": set(),
     "agentloop.sandbox": {"agentloop.sandbox", "agentloop.child_environment"},
     "agentloop.learner": {
@@ -398,7 +400,9 @@ def test_sandboxs_public_names() -> None:
     [
         name
         for name in in_package("agentloop")
-        if not name.endswith("__main__") and not within(name, "agentloop.learner")
+        if not name.endswith("__main__")
+        and not within(name, "agentloop.learner")
+        and name != "agentloop.sandbox.inspect_provider"  # Inspect itself imports it
     ],
 )
 def test_names_in_all_exist(name: str) -> None:
@@ -500,4 +504,4 @@ def test_train_has_few_settings() -> None:
 def test_top_level_stays_small() -> None:
     """A newcomer reads the architecture off the top level: modules and packages."""
     top = {path.stem for path in (ROOT / "agentloop").iterdir() if path.name[0] not in "_."}
-    assert len(top - {"py"}) <= 24, sorted(top)
+    assert len(top - {"py"}) <= 25, sorted(top)

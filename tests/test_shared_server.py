@@ -82,7 +82,7 @@ def wait_for_the_keeper(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_users_share_one_server_which_ends_with_the_last_of_them(tmp_path: Path) -> None:
+def test_users_share_one_server_until_the_last_leaves(tmp_path: Path) -> None:
     folder, stub = tmp_path / "shared", Stub(tmp_path / "stub")
     with user(folder) as first, user(folder) as second:
         url = url_of(first)
@@ -105,7 +105,7 @@ def test_users_share_one_server_which_ends_with_the_last_of_them(tmp_path: Path)
     assert stub.left == []
 
 
-def test_server_that_does_not_start_is_an_error_for_each_user(tmp_path: Path) -> None:
+def test_server_that_fails_to_start_fails_each_user(tmp_path: Path) -> None:
     for number in range(2):
         keeper = [sys.executable, "-c", f"raise SystemExit('no memory: {number}')"]
         error = f"did not start:\nno memory: {number}"

@@ -76,7 +76,7 @@ def try_out(file: Path, home: Path, python: str, *, whole: bool) -> None:
 
 
 def _serve_until_answered(agentloop: Path, work: Path) -> None:
-    command: list[str | Path] = [agentloop, "serve", "--ask", _QUESTION, "serve.port=0"]
+    command = [str(agentloop), "serve", "--ask", _QUESTION, "serve.port=0"]
     process = subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

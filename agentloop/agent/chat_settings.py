@@ -62,7 +62,7 @@ class ChatSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("arguments")
     @classmethod
-    def _check_not_reserved(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_not_reserved(cls, value: dict[str, object]) -> dict[str, object]:
         if taken := sorted(RESERVED_ARGUMENTS & value.keys()):
             raise ValueError(f"{', '.join(taken)}: reserved, set by agentloop for each prompt")
         return value

@@ -12,17 +12,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from agentloop.agent.tool_formats import bad_arguments
 from agentloop.agent.tools import RunTool, Schema, ToolOutput
+from agentloop.errors import InfrastructureFailed
 from agentloop.plain_json import JsonObject
-from agentloop.sandbox import CommandResult, Computer, ComputerLost
+from agentloop.sandbox import CommandResult, ComputerLost
 from agentloop.trajectory import ToolCallStatus
 
-__all__ = ["Bash", "EditFile"]
+__all__ = ["Bash", "Box", "EditFile"]
 
 SHOWN_CHARS = 16_000
+
+
+class Box(Protocol):
+    """The methods of a computer that the tools use; something smaller may have them as well."""
+
+    async def run(self, command: str, /, *, timeout_s: float) -> CommandResult: ...
+
+    async def read(self, path: str, /) -> bytes: ...
+
+    async def write(self, path: str, data: bytes, /) -> None: ...
 
 
 class _ComputerTool(ABC):
@@ -36,7 +47,7 @@ class _ComputerTool(ABC):
     description: ClassVar[str]
     parameters: ClassVar[dict[str, str]]
 
-    def __init__(self, box: Computer) -> None:
+    def __init__(self, box: Box) -> None:
         self.state = box
         properties = {
             name: {"type": "string", "description": text} for name, text in self.parameters.items()
@@ -67,7 +78,7 @@ class _ComputerTool(ABC):
             return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, bad_arguments("; ".join(problems)))
         try:
             return await self._run(**arguments)
-        except ComputerLost as error:
+        except (ComputerLost, InfrastructureFailed) as error:
             return ToolOutput(ToolCallStatus.INFRASTRUCTURE, str(error))
         except (OSError, ValueError) as error:
             return ToolOutput(ToolCallStatus.ERROR, f"[error] {error}")
@@ -87,9 +98,7 @@ class Bash(_ComputerTool):
     )
     parameters: ClassVar = {"command": "The command, of any number of lines."}
 
-    def __init__(
-        self, box: Computer, *, timeout_s: float = 60.0, max_chars: int = SHOWN_CHARS
-    ) -> None:
+    def __init__(self, box: Box, *, timeout_s: float = 60.0, max_chars: int = SHOWN_CHARS) -> None:
         super().__init__(box)
         self._timeout_s, self._max_chars = timeout_s, max_chars
 

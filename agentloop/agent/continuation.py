@@ -148,8 +148,8 @@ class Continuation:
         return self._encoder.encode_marked(text, mark)
 
     def as_taken(
-        self, messages: list[JsonObject], family: Family, num_calls: int = 0
-    ) -> list[JsonObject]:
+        self, messages: list[dict[str, object]], family: Family, num_calls: int = 0
+    ) -> list[dict[str, object]]:
         """Return messages in the normal form as the template takes calls and their ids.
 
         Args:

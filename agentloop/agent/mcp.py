@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Self, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -49,6 +49,7 @@ from agentloop.trajectory import ToolCallStatus
 
 if TYPE_CHECKING:
     from mcp import Client, types
+    from mcp.client._transport import TransportStreams
     from mcp.shared.message import SessionMessage
 
 log = logging.getLogger(__name__)
@@ -349,11 +350,11 @@ class McpServer:
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
     @asynccontextmanager
-    async def _transport(self, lost: anyio.Event) -> AsyncIterator[Any]:
+    async def _transport(self, lost: anyio.Event) -> AsyncIterator[TransportStreams]:
         """Yield the streams of messages from and to the server; note when the first one ends."""
-        relayed, ours = anyio.create_memory_object_stream[Any](0)
+        relayed, ours = anyio.create_memory_object_stream["SessionMessage"](0)
 
-        async def relay(incoming: Any) -> None:
+        async def relay(incoming: AsyncIterator[SessionMessage | Exception]) -> None:
             with relayed, suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                 async for message in incoming:  # no deadline: as long as the connection lasts
                     if isinstance(message, Exception):  # the SDK would only log it
@@ -389,7 +390,7 @@ class McpServer:
         return SessionMessage(JSONRPCError(jsonrpc="2.0", id=call_ids.pop(), error=failure))
 
     @asynccontextmanager
-    async def _http(self) -> AsyncIterator[Any]:
+    async def _http(self) -> AsyncIterator[TransportStreams]:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
@@ -406,7 +407,7 @@ class McpServer:
                 yield streams
 
     @asynccontextmanager
-    async def _stdio(self) -> AsyncIterator[Any]:
+    async def _stdio(self) -> AsyncIterator[TransportStreams]:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 

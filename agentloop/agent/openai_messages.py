@@ -127,7 +127,7 @@ class _Form:
             for number, call in enumerate(calls or ())
         ]
 
-    def _call(self, where: str, call: object, function_at: str = "") -> dict[str, Any]:
+    def _call(self, where: str, call: object, function_at: str = "") -> dict[str, object]:
         function_at = function_at or f"{where}.function"
         if not isinstance(call, Mapping):
             raise RequestError(f"{where}: expected an object, got {call!r:.50}")

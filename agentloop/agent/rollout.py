@@ -9,6 +9,8 @@ turn's task group waits for its calls; if the turn fails, it cancels them. The t
 same as if the calls had run one by one after the turn.
 
 With `reply`, the conversation goes on after an answer: what it returns is the user's next message.
+
+With a `journal`, turns that were kept before a kill stand for those that would be sampled.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from agentloop.agent.formats import Family
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
 from agentloop.agent.truncation import truncate, without_middle
+from agentloop.agent.turn_journal import TurnJournal
 from agentloop.agent.turn_reader import TurnOptions, TurnReader
 from agentloop.errors import PromptTooLong, RequestError, ServerError, culprit
 from agentloop.events import (
@@ -58,6 +61,7 @@ from agentloop.trajectory import (
     ToolCallStatus,
     ToolResult,
     Trajectory,
+    TruncatedTurn,
     Turn,
     TurnEnd,
 )
@@ -220,6 +224,7 @@ class Rollout:
     num_turns_before: int = 0  # of its conversation, if a session keeps it
     elapsed_before_s: float = 0.0  # since that conversation began
     keeps_cache: bool = False  # since a session goes on from it
+    journal: TurnJournal | None = None  # not used if a tool has a state
     started_s: float = 0.0  # time.monotonic() when it began; times are relative to it
     _tools: Tools = field(init=False)
     _split: Callable[[bool], Splitter] = field(init=False)
@@ -242,10 +247,14 @@ class Rollout:
             RequestError: The request is invalid; nothing has run.
             Exception: Whatever `reply` raises.
         """
-        self.started_s = time.monotonic() - self.elapsed_before_s
         self._tools = Tools(
             self.tools, tool_format=self.tool_format, for_caller=self.options.single_message
         )
+        if self.journal is not None and not self._tools.are_stateless:
+            self.journal = None
+        if self.journal is not None:
+            self.elapsed_before_s = self.journal.elapsed_s
+        self.started_s = time.monotonic() - self.elapsed_before_s
         schemas, single_call = self._tools.schemas, self.options.single_call
         self.budget.check(self.chat.family)
         self._constraints = Constraints(self.options.rules, self.chat, schemas, single_call)
@@ -255,7 +264,8 @@ class Rollout:
         if prompt_ids is None:
             longest = self.engine.context_length
             prompt_ids = await prompt_of(self.chat, self.messages, schemas, longest)
-        self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
+        created_unix_s = time.time() - self.elapsed_before_s
+        self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=created_unix_s)
         self.emit(RolloutStarted(self._trajectory, self.group, self.messages))
         is_complete = False
         try:
@@ -299,7 +309,7 @@ class Rollout:
             max_tokens = min(tokens_left, sampled_left, self.budget.max_turn_tokens or tokens_left)
             if max_tokens <= 0:
                 return StopReason.TOKEN_BUDGET
-            turn = await self._run_turn(ids, max_tokens)
+            turn = await self._next_turn(ids, max_tokens)
             following = await self._following(turn)
             if isinstance(following, StopReason):
                 return following
@@ -310,6 +320,20 @@ class Rollout:
             budget_left -= len(turn.output_ids) + len(following)
             sampled_left -= len(turn.output_ids)
             ids = [*ids, *turn.output_ids, *following]
+
+    async def _next_turn(self, ids: list[int], max_new_tokens: int) -> Turn:
+        """Return the next turn: the one that was kept before a kill, or a new one."""
+        if (journal := self.journal) is None:
+            return await self._run_turn(ids, max_new_tokens)
+        index, budget = len(self._trajectory.turns), self.budget.model_dump(exclude={"timeout_s"})
+        journal.begin_turn(ids, f"{self.sampling} {budget} {self.tool_format}")
+        if (kept := journal.take(index)) is not None:
+            self._trajectory.turns.append(kept)
+            return kept
+        turn = await self._run_turn(ids, max_new_tokens)
+        if turn.end is not TurnEnd.ABORT:
+            await journal.add(index, turn)
+        return turn
 
     async def _following(self, turn: Turn) -> list[int] | StopReason:
         """Return the ids between the newest turn and the next one, or why there is no next one."""
@@ -354,7 +378,8 @@ class Rollout:
 
     async def _run_turn(self, ids: list[int], max_new_tokens: int) -> Turn:
         index = len(self._trajectory.turns)
-        turn = Turn(started_s=self._elapsed_s())
+        kind = TruncatedTurn if self.sampling.records_kept_ids else Turn
+        turn = kind(started_s=self._elapsed_s())
         self._trajectory.turns.append(turn)
         thinks = self.chat.begins_in_thought(self._trajectory, index)
         self._speech.begin_turn(reasoning=thinks)
@@ -454,6 +479,8 @@ class Rollout:
     async def _run_call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
     ) -> None:
+        if self.journal is not None and not self._tools.may_repeat(call.name):
+            await self.journal.begin_call(index, call.name)
         result = await self._tools.run_call(call, dispatched_s=dispatched_s, begun_s=self.started_s)
         results[call.id] = result
         self.emit(CallFinished(self.id, index, result))

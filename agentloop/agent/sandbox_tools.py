@@ -42,6 +42,7 @@ class PythonCode:
 
     name = "python_code_with_standard_io"
     schema: Schema = python_code_schema(name)
+    is_stateless = may_repeat = True  # a program has a sandbox of its own
 
     def __init__(
         self, pool: Pool, *, timeout_s: float = 4.0, tool_format: ToolFormat = "plain"

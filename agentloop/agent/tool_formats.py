@@ -211,7 +211,7 @@ def jupyter_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict
 
 def _schema(
     name: str, description: str, properties: Mapping[str, object], required: list[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}

@@ -42,6 +42,7 @@ Schema = Mapping[str, Any]
 
 ToolFunction = Callable[..., Any]
 F = TypeVar("F", bound=ToolFunction)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Tool(Protocol):
     """A tool that a model can call.
 
     `open()` is entered at the first call of a trajectory and left when the trajectory ends, so a
-    tool can keep state between the calls of one trajectory.
+    tool can keep state between the calls of one trajectory. One that keeps none may say so by an
+    attribute `is_stateless`, and one whose calls have no effects besides by `may_repeat`.
     """
 
     @property
@@ -130,6 +132,7 @@ class FunctionTool:
         has_state = not isinstance(owner, type | ModuleType)
         is_concurrent = getattr(function, "__agentloop_concurrent__", False)
         self.state: object = owner if has_state and not is_concurrent else None
+        self.is_stateless = owner is None or not has_state
         self._is_async = inspect.iscoroutinefunction(function)
         self._arguments = _arguments_model(function)
 
@@ -170,7 +173,7 @@ class FunctionTool:
         text = f"[timeout] stopped after {self.timeout_s:g} s"
         return ToolOutput(ToolCallStatus.TIMEOUT, text, started_s)
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         if (threads := current_threads()) is None:
             return await in_daemon_thread(call, self.MAX_THREADS)
         return await threads.run(call, self.MAX_THREADS, self.state)
@@ -247,6 +250,15 @@ class Tools:
     @property
     def schemas(self) -> list[Schema]:
         return [tool.schema for tool in self._tools.values()]
+
+    @property
+    def are_stateless(self) -> bool:
+        """True if what their calls do depends on nothing that was done in the trajectory before."""
+        return all(getattr(tool, "is_stateless", False) for tool in self._tools.values())
+
+    def may_repeat(self, name: str) -> bool:
+        """Return whether calls of a tool may run twice."""
+        return name not in self._tools or getattr(self._tools[name], "may_repeat", False)
 
     @property
     def _run_by_caller(self) -> bool:

@@ -14,7 +14,7 @@ from agentloop.agent.formats import CallStream
 from agentloop.agent.text_stream import TextStream
 from agentloop.events import Emit, TokensSampled, ignore
 from agentloop.inference.sglang.frames import Chunk
-from agentloop.trajectory import ToolCall, Trajectory, TurnEnd, VersionSpan
+from agentloop.trajectory import ToolCall, Trajectory, TruncatedTurn, TurnEnd, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,8 @@ class TurnReader:
         turn.output_ids += chunk.ids
         turn.logprobs += chunk.logprobs
         turn.top_logprobs += chunk.top_logprobs
+        if isinstance(turn, TruncatedTurn):
+            turn.kept.extend(chunk.kept)
         turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
         if chunk.version != self._version and chunk.ids:
             self._version = chunk.version
@@ -208,6 +210,7 @@ def _tokens(chunk: Chunk) -> Iterator[Chunk]:
             chunk.version,
             cached_tokens=chunk.cached_tokens,
             top_logprobs=chunk.top_logprobs[i : i + 1],
+            kept=chunk.kept[i : i + 1],
         )
     if last >= 1:
         chunk = replace(
@@ -215,5 +218,6 @@ def _tokens(chunk: Chunk) -> Iterator[Chunk]:
             ids=chunk.ids[last:],
             logprobs=chunk.logprobs[last:],
             top_logprobs=chunk.top_logprobs[last:],
+            kept=chunk.kept[last:],
         )
     yield chunk

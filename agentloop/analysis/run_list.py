@@ -165,7 +165,7 @@ class _Progress:
 
 
 def _of_training(
-    path: Path, config: Mapping[str, Any], rows: Sequence[Row], problems: list[str]
+    path: Path, config: Mapping[str, object], rows: Sequence[Row], problems: list[str]
 ) -> _Progress:
     progress, position = _Progress(rows), Position.of(path)
     if position.phase is Phase.FINE_TUNING:
@@ -202,7 +202,7 @@ def _of_evaluation(path: Path, rows: Sequence[Row], problems: list[str]) -> _Pro
     return progress
 
 
-def _config(path: Path, problems: list[str]) -> dict[str, Any]:
+def _config(path: Path, problems: list[str]) -> dict[str, object]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -212,7 +212,7 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _kind(config: Mapping[str, Any]) -> RunKind:
+def _kind(config: Mapping[str, object]) -> RunKind:
     for section, kind in (
         ("evaluate", RunKind.EVALUATE),
         ("roc", RunKind.TRAIN),
@@ -224,7 +224,7 @@ def _kind(config: Mapping[str, Any]) -> RunKind:
     return RunKind.UNKNOWN
 
 
-def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+def read_metrics(path: Path, problems: list[str]) -> list[dict[str, object]]:
     """Read the rows of metrics that are readable, and report damaged ones."""
     try:
         rows, bad = read_rows(path)

@@ -110,7 +110,7 @@ class RunningService:
                 f"{self._url}: the answer was broken off (finish_reason {finish_reason!r})"
             )
 
-    async def _with_model(self, body: JsonObject) -> JsonObject:
+    async def _with_model(self, body: dict[str, object]) -> dict[str, object]:
         """Add the first of the service's models, which for `agentloop serve` is the agent."""
         response = await self._http.get(f"{self._url}/models")
         if response.status_code != httpx.codes.OK:

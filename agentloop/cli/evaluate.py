@@ -28,7 +28,6 @@ from agentloop.evaluation.wiring import (
 from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
 from agentloop.launch.machine import require_servers
 from agentloop.launch.progress import ProgressLine
-from agentloop.plain_json import JsonObject
 from agentloop.training.run.folder import RunFolder, config_of
 
 __all__ = ["main"]
@@ -176,7 +175,7 @@ async def _evaluate(
     return 1 if summary["all"]["num_missing"] else 0
 
 
-def _print_table(summary: JsonObject) -> None:
+def _print_table(summary: dict[str, object]) -> None:
     from rich.console import Console
     from rich.table import Table
 

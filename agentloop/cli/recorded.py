@@ -139,7 +139,7 @@ def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, obje
                 }
 
 
-def _rows_of(path: Path) -> list[tuple[JsonObject, Trajectory]]:
+def _rows_of(path: Path) -> list[tuple[dict[str, object], Trajectory]]:
     rows: list[tuple[JsonObject, Trajectory]] = []
     for number, row in read_jsonl(path):
         where = f"{path}: line {number}"
@@ -156,7 +156,7 @@ def _trajectory(row: JsonObject, where: str) -> Trajectory:
         raise DataError(f"{where}: field 'trajectory': {summary_of(error)}") from error
 
 
-def _replace(path: Path, rows: Sequence[JsonObject]) -> None:
+def _replace(path: Path, rows: Sequence[dict[str, object]]) -> None:
     """Replace a group's file, unless the service has deleted it meanwhile.
 
     Raises:

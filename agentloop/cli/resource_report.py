@@ -88,6 +88,11 @@ def _lines(p: Plan) -> Iterator[str]:
     yield f"  checkpoints  {size(d.checkpoints):>10}  at most, {size(d.checkpoint)} each"
     per_step = size(d.trajectories_per_step)
     yield f"  trajectories {size(d.trajectories):>10}  at most, {per_step} per step"
+    if d.kept_ids_per_step:
+        yield (
+            f"  kept ids     {size(d.kept_ids_per_step):>10}  of these per step, if each token "
+            f"keeps all {s.sampling.top_k} (sampling.top_k)"
+        )
     where = "the cluster" if s.cluster.address else "this machine"
     gpus = f", {count_of(p.num_gpus, 'GPU')} of {where}" if p.on_gpus else ", no GPU"
     yield f"processes  {p.num_processes} (servers and ranks){gpus}"

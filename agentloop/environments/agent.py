@@ -14,6 +14,7 @@ from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.sessions.history import context_key, opening_key
 from agentloop.agent.tools import Tool, ToolFunction
+from agentloop.agent.turn_journal import Journals, TurnJournal
 from agentloop.environments.conversation import Conversation, ReplyClock, Stops, UserReply
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
@@ -93,6 +94,7 @@ class Host(Protocol):
         id: str,
         on_event: Emit,
         with_text: bool,
+        journal: TurnJournal | None,
     ) -> Trajectory: ...
 
 
@@ -121,6 +123,7 @@ class Agent:
         main: Agent | None = None,
         grade: Grade | None = None,
         siblings: Siblings | None = None,
+        journals: Journals | None = None,
     ) -> None:
         """
         Args:
@@ -132,10 +135,13 @@ class Agent:
             main: the agent of which this is another one.
             grade: returns the reward of a conversation.
             siblings: the rollouts of the same group.
+            journals: keeps what happens in the rollout; None: it cannot be repeated from that.
         """
         self._ends_at: float = anyio.current_time() + budget.timeout_s
+        self._ends_at -= 0.0 if journals is None else journals.elapsed_s
         if main is not None:
             self._ends_at = main._ends_at
+        self._journals: Journals | None = journals if main is None else main._journals
         self._is_closed = False
         self._running: dict[int, anyio.CancelScope] = {}  # conversations, by their numbers
         self._stops: Stops = Stops() if main is None else main._stops
@@ -425,6 +431,10 @@ class Agent:
             prompt_ids = self._siblings.prompt_ids
         clock = ReplyClock(reply) if reply is not None else None
 
+        id = f"{self.id}+{number}" if number else self.id
+        journals = self._journals
+        journal = journals.journal(id, self._elapsed_s) if journals is not None else None
+
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
                 self._trajectories[number] = event.record
@@ -445,9 +455,10 @@ class Agent:
                     reply=clock,
                     group=group,
                     prompt_ids=prompt_ids,
-                    id=f"{self.id}+{number}" if number else self.id,
+                    id=id,
                     on_event=observe,
                     with_text=self._with_text,
+                    journal=journal,
                 )
         except ServerError as error:
             raise self._record_failure(str(error)) from error
@@ -471,16 +482,18 @@ class Agent:
     def _explain_lateness(self, trajectory: Trajectory, clock: ReplyClock | None) -> None:
         """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
         main = self._main or self
-        elapsed_s = self._budget.timeout_s - self.time_left_s
         reason = ""
         if clock is not None and clock.elapsed_s >= trajectory.elapsed_s / 2:
             reason = f"its replies took {clock.elapsed_s:.3g} s, most of the time"
-        elif elapsed_s - main._conversing_s > self._budget.timeout_s / 2:
+        elif self._elapsed_s() - main._conversing_s > self._budget.timeout_s / 2:
             reason = "its environment spent most of the time outside of conversations"
         if reason:
             trajectory.stop_reason = StopReason.ENVIRONMENT
             raise _TooSlow(reason)
         raise self._record_failure("it ran out of time, mostly waiting for servers and sandbox")
+
+    def _elapsed_s(self) -> float:
+        return self._budget.timeout_s - self.time_left_s
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

@@ -29,7 +29,7 @@ class Conversation:
         trajectory: the record; None until the conversation has ended or was left.
     """
 
-    def __init__(self, run: Callable[..., Awaitable[Trajectory]], options: Mapping[str, Any]):
+    def __init__(self, run: Callable[..., Awaitable[Trajectory]], options: Mapping[str, object]):
         """
         Args:
             run: `Agent.run`.

@@ -7,7 +7,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import anyio
 import pydantic
@@ -47,7 +46,7 @@ class Endpoint:
         *,
         model: str = "",
         api_key: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         max_concurrent: int = 32,
         timeout_s: float = 50.0,
         max_tries: int = 3,
@@ -102,7 +101,7 @@ class Endpoint:
         self._num_users = 0
 
     @classmethod
-    def of(cls, settings: EndpointSettings, options: Mapping[str, Any]) -> Endpoint:
+    def of(cls, settings: EndpointSettings, options: Mapping[str, object]) -> Endpoint:
         """Return the endpoint of a command's settings, with further fields of each request."""
         endpoint = cls(settings.url, model=settings.model, options=options)
         endpoint._settings, endpoint._named = settings, "endpoint."
@@ -125,7 +124,7 @@ class Endpoint:
         """The base URL."""
         return self._settings.url
 
-    async def identity(self) -> Mapping[str, Any]:
+    async def identity(self) -> Mapping[str, object]:
         """Return everything besides the messages that an answer depends on, as plain data.
 
         The model is the one that is asked, also if no name was given.
@@ -192,7 +191,7 @@ class Endpoint:
         except ServerError as error:
             raise InfrastructureFailed(str(error)) from error
 
-    async def _answer(self, fields: JsonObject) -> EndpointCompletion:
+    async def _answer(self, fields: Mapping[str, object]) -> EndpointCompletion:
         async with self._connect() as client, client.slots:
             model = await self.model_name()
             self._count()

@@ -44,7 +44,7 @@ from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
-from agentloop.environments.tasks.task import describe, line_of
+from agentloop.environments.tasks.task import Task, describe, line_of
 from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Trajectory
@@ -84,7 +84,7 @@ Setup = Callable[..., AbstractAsyncContextManager[object]]
 Its parameters are arguments of the environment, by their names.
 """
 
-Teacher = Callable[[Any, Random], Script]
+Teacher = Callable[[Task, Random], Script]
 """A function of a task and a random number generator that returns the script of one rollout."""
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class EnvSettings(pydantic.BaseModel):
         "registers, or as harbor:FOLDER for a folder of Harbor tasks; none: the agent answers each "
         "task's prompt, and its answer is checked (`reward`).",
     )
-    args: JsonObject = pydantic.Field(
+    args: dict[str, object] = pydantic.Field(
         default_factory=dict, description="Arguments of the environment, by name."
     )
 
@@ -126,6 +126,7 @@ class Environment:
         agent_errors: exceptions that the agent causes, such as an answer that is no number, with
             the reward of a rollout that ends with one. Others are failures of the environment.
         setup: opens what all rollouts of a process share.
+        replayable: whether a rollout may be repeated from its conversations after a kill.
         arguments: keyword arguments of the function, besides the task and the agent. Each rollout
             gets copies of lists, dicts and sets; other objects are shared.
         shared: the object that `setup` has opened, after `opened`.
@@ -138,8 +139,9 @@ class Environment:
     teacher: Teacher | None = None
     agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
     setup: Setup | None = None
+    replayable: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    shared: Any = None
+    shared: object = None
 
     @property
     def name(self) -> str:
@@ -214,7 +216,7 @@ class Environment:
         except NameError as error:
             raise SettingsError(f"env.name: {self.name}: an annotation: {error}") from error
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> Environment:
+    def with_arguments(self, arguments: Mapping[str, object]) -> Environment:
         """Return the environment with these arguments, converted to the types of its signature.
 
         Raises:
@@ -263,6 +265,7 @@ def environment(
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
     setup: Setup | None = None,
+    replayable: bool = False,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 
 
@@ -276,6 +279,7 @@ def environment(
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
     setup: Setup | None = None,
+    replayable: bool = False,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make an environment of an async function of a task and an agent.
 
@@ -301,6 +305,10 @@ def environment(
             rollout, and once before the teacher's; left after the last one. What it yields is the
             function's parameter `shared`. Its own parameters are arguments of the environment, by
             their names.
+        replayable: whether what the function does, and what it returns, depends on nothing but its
+            task, its arguments and what its conversations return. After a kill, its rollouts then
+            go on after their last turn: the function is called again, and turns that were kept
+            stand for those that would be sampled, without their calls. Without it, they start anew.
 
     Raises:
         TypeError: the function is not async or does not take a task and an agent, a function of
@@ -316,6 +324,7 @@ def environment(
         teacher=teacher,
         agent_errors={} if agent_errors is None else agent_errors,
         setup=setup,
+        replayable=replayable,
     )
     return make if function is None else make(function)
 
@@ -329,6 +338,7 @@ def _make_environment(
     teacher: Teacher | None,
     setup: Setup | None,
     agent_errors: Mapping[type[Exception], float],
+    replayable: bool,
 ) -> Environment:
     if not inspect.iscoroutinefunction(function):
         name = getattr(function, "__qualname__", repr(function))
@@ -368,6 +378,7 @@ def _make_environment(
         teacher,
         agent_errors,
         setup,
+        replayable,
     )
 
 

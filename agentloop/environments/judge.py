@@ -173,7 +173,7 @@ def parse_rating(answer: str, *, low: float, high: float) -> Rating:
     return Rating(float(score), reason)
 
 
-def _last_object(text: str) -> JsonObject | None:
+def _last_object(text: str) -> dict[str, object] | None:
     """Return the outermost JSON object that ends with the text, or None."""
     decoder, end = json.JSONDecoder(), 0
     # A model may open any number of braces, each of which costs a parse.

@@ -117,7 +117,7 @@ def environments_of(
     return environments
 
 
-def _override(settings: M, values: JsonObject, at: str) -> M:
+def _override(settings: M, values: dict[str, object], at: str) -> M:
     """Return the settings with these values. Raises SettingsError that names `at`."""
     try:
         return with_values(settings, values, source=at)
@@ -135,7 +135,7 @@ def _new_name(env: EnvSettings, taken: Sequence[str]) -> str:
 def open_mixture(
     environments: Sequence[RunEnvironment],
     loaded: Sequence[Environment | None],
-    cursor: JsonObject | None = None,
+    cursor: dict[str, object] | None = None,
 ) -> TaskSource:
     """Open the tasks of the environments, and continue from `cursor` if given.
 

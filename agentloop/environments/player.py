@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -265,7 +265,7 @@ class _Conversation:
 
 def _message_of(completion: EndpointCompletion) -> Message:
     """Return an endpoint's answer as a message, without reasoning, which most endpoints refuse."""
-    message: dict[str, Any] = {"role": "assistant", "content": _answer_in(completion.text)}
+    message: dict[str, object] = {"role": "assistant", "content": _answer_in(completion.text)}
     if completion.tool_calls:
         message["tool_calls"] = [
             {
@@ -290,11 +290,11 @@ def _as_sent(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _json(arguments: Any) -> str:
+def _json(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else dumps(arguments).decode()
 
 
-def _call_of(call: Mapping[str, Any]) -> ToolCall:
+def _call_of(call: Message) -> ToolCall:
     function = call["function"]
     arguments, error = decode_arguments(function["arguments"])
     raw = _json(function["arguments"])

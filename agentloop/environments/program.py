@@ -42,7 +42,7 @@ from agentloop.environments.rewards.answers import final_answer
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import InfrastructureFailed, SettingsError
-from agentloop.plain_json import JsonObject, dumps
+from agentloop.plain_json import dumps
 from agentloop.sandbox import CallStatus, Program, ProgramEnd, ProgramUnsupported
 from agentloop.sandbox.program import PORT
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
@@ -296,7 +296,7 @@ def _check_access(folder: Path | None) -> None:
         )
 
 
-def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> JsonObject:
+def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> dict[str, object]:
     """Return the task as the program reads it. The answer is not in it unless a field has it."""
     messages = task.prompt
     if isinstance(messages, str):

@@ -25,6 +25,7 @@ from agentloop.sandbox import (
     SessionLost,
     Snapshot,
 )
+from agentloop.sandbox.languages import Language
 
 __all__ = ["EnvironmentSandbox", "EnvironmentSession"]
 
@@ -40,17 +41,25 @@ class EnvironmentSandbox:
         self._record_failure = record_failure
 
     async def run(
-        self, code: str, stdin: str = "", *, timeout_s: float | None = None
+        self,
+        code: str,
+        stdin: str = "",
+        *,
+        timeout_s: float | None = None,
+        language: Language = "python",
     ) -> CallResult:
         """Run a program and return how it ended; a program that fails is a result.
 
         Args:
             timeout_s: time limit of the program. By default, the setting `sandbox.timeout_s`.
+            language: of the program; the sandbox may lack what others than Python need.
 
         Raises:
             InfrastructureFailed: the sandbox failed.
+            ProgramUnsupported: the sandbox lacks what runs the language.
         """
-        return _check_scorable(await self._pool.run(code, stdin, timeout_s), self._record_failure)
+        result = await self._pool.run(code, stdin, timeout_s, language=language)
+        return _check_scorable(result, self._record_failure)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:

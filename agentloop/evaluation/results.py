@@ -117,7 +117,7 @@ def results(
     }  # fmt: skip
 
 
-def _data(figures: Figures) -> JsonObject:
+def _data(figures: Figures) -> dict[str, object]:
     data = asdict(figures)
     data["pass_at_k"] = {str(k): estimate for k, estimate in data["pass_at_k"].items()}
     return data
@@ -167,7 +167,7 @@ def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _estimate(estimate: JsonObject | None) -> str:
+def _estimate(estimate: dict[str, object] | None) -> str:
     return (
         "-"
         if estimate is None

@@ -102,7 +102,7 @@ async def _evaluate_in(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
     progress: ProgressLine,
-) -> JsonObject:
+) -> dict[str, object]:
     """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
     dashboard = RunDashboard(

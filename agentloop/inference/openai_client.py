@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import anyio
@@ -120,7 +120,7 @@ class _Choice(pydantic.BaseModel):
     stop_reason: object = None  # agentloop's; other servers use it differently
 
 
-def _known_count(count: Any) -> Any:
+def _known_count(count: object) -> object:
     """Return a number of tokens; None where a proxy writes 0 or -1 for a number it lacks."""
     return None if isinstance(count, int) and count <= 0 else count
 

@@ -136,6 +136,7 @@ class TurnStream:
             rank=self._rank.number if replica.info.dp_size > 1 else None,
             num_top_logprobs=remaining.num_top_logprobs,
             prompt_logprobs=remaining.prompt_logprobs,
+            kept_ids=remaining.sampling.records_kept_ids,
         )
         if self.aborted is not None:
             raise ServerUnavailable(f"{replica.url} aborted: {self.aborted.error}")

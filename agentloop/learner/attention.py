@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from agentloop.learner import flash
@@ -71,7 +72,9 @@ def arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapp
 
 
 @lru_cache(maxsize=4)
-def state_arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapping[str, Any]:
+def state_arguments(
+    segments: tuple[PackedSegment, ...], device: torch.device
+) -> Mapping[str, object]:
     """Return what tells layers with a state where samples begin; the segments must be samples.
 
     transformers' kernels for a GPU read it. Its code in plain torch ignores it, which a learner
@@ -143,7 +146,7 @@ def flash_runs_on(query: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch is Any to mypy
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # mypy skips torch
 def gpu_has_kernel() -> bool:
     """Return whether this process's GPU has torch's FlashAttention."""
     available: bool = torch.backends.cuda.is_flash_attention_available()
@@ -158,7 +161,7 @@ def _check_supported(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> None:
     if attention_mask is not None or softcap or s_aux is not None:
         raise NotImplementedError(
@@ -203,7 +206,7 @@ def _by_sample(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
-class _SharedAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+class _SharedAttention(torch.autograd.Function):  # type: ignore[misc]  # mypy skips torch
     """Attention of segments on a CPU, by torch's own kernel for blocks of queries and keys.
 
     A segment's queries meet their keys in several blocks. The outputs of blocks are added with the
@@ -214,7 +217,7 @@ class _SharedAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -246,7 +249,7 @@ class _SharedAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
         grads = [torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)]
         for rows, columns, causal in _blocks(ctx.segments):

@@ -41,7 +41,7 @@ __all__ = [
     "shared_prefixes",
 ]
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 _TYPES = {
     "ids": np.int32,
     "mask": np.uint8,
@@ -52,8 +52,11 @@ _TYPES = {
     "groups": np.int32,
     "old_logprobs": np.float32,
     "ref_logprobs": np.float32,
+    "kept_counts": np.int32,
+    "kept": np.int32,
 }
-_OPTIONAL = ("old_logprobs", "ref_logprobs")
+_OPTIONAL_LOGPROBS = ("old_logprobs", "ref_logprobs")
+_OPTIONAL = (*_OPTIONAL_LOGPROBS, "kept_counts", "kept")
 _PER_SAMPLE = ("lengths", "groups")
 _MIN_SHARED = 1 / 32  # of a sample: attention to shared tokens has a cost of its own
 
@@ -73,6 +76,9 @@ class Batch:
         groups: int32 [N], equal for samples of the same task.
         old_logprobs: float32 [T] or None: denominator of the ratio.
         ref_logprobs: float32 [T] or None: of the reference policy of the KL term.
+        kept_counts: int32 [T] or None: number of ids to which top-k, top-p and min-p had cut the
+            distribution that the token was sampled from; 0: it was not cut.
+        kept: int32 [sum(kept_counts)] or None: these ids, for one token after the other.
     """
 
     ids: Array
@@ -84,6 +90,8 @@ class Batch:
     groups: Array
     old_logprobs: Array | None = None
     ref_logprobs: Array | None = None
+    kept_counts: Array | None = None
+    kept: Array | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -91,7 +99,8 @@ class Batch:
     @property
     def starts(self) -> Array:
         """int64 [N]: offset of each sample's first token."""
-        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        starts: Array = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        return starts
 
     def up_to(self, max_tokens: int) -> Batch | None:
         """Return the samples of at most `max_tokens` tokens, or None if there are none."""
@@ -105,6 +114,8 @@ class Batch:
         for name in _TYPES:
             array = getattr(self, name)
             fits = fits_N if name in _PER_SAMPLE else fits_T
+            if name == "kept" and self.kept_counts is not None:
+                fits = np.repeat(fits_T, self.kept_counts)
             kept[name] = None if array is None else array[fits]
         return Batch(**kept)
 
@@ -140,12 +151,16 @@ class Batch:
 
 
 def _check(batch: Batch) -> None:
-    sizes = {"token": batch.ids.size, "sample": batch.lengths.size}
+    sizes = {"token": batch.ids.size, "sample": batch.lengths.size, "kept id": 0}
+    if (batch.kept_counts is None) != (batch.kept is None):
+        raise BatchError("kept_counts, kept: expected both or none")
+    if batch.kept_counts is not None:
+        sizes["kept id"] = int(batch.kept_counts.sum(dtype=np.int64))
     for name, dtype in _TYPES.items():
         array = getattr(batch, name)
         if array is None and name in _OPTIONAL:
             continue
-        of = "sample" if name in _PER_SAMPLE else "token"
+        of = "sample" if name in _PER_SAMPLE else "kept id" if name == "kept" else "token"
         if array.dtype != dtype or array.shape != (sizes[of],):
             wanted = f"{np.dtype(dtype)} [{sizes[of]}], one for each {of}"
             raise BatchError(f"{name}: expected {wanted}, not {array.dtype} {list(array.shape)}")
@@ -173,11 +188,22 @@ def _check(batch: Batch) -> None:
             raise BatchError(f"{name}: token {at} of the batch was not sampled, but is not 0")
     if batch.weights.min() < 0:
         raise BatchError(f"weights: token {_first(batch.weights < 0)} of the batch is negative")
-    for name in ("logprobs", *_OPTIONAL):
+    if batch.kept_counts is not None and batch.kept is not None:
+        _check_kept(batch, batch.kept_counts, batch.kept)
+    for name in ("logprobs", *_OPTIONAL_LOGPROBS):
         array = getattr(batch, name)
         if array is not None and not np.isfinite(array[sampled]).all():
             at = _first(~np.isfinite(array) & sampled)
             raise BatchError(f"{name}: token {at} of the batch is not finite")
+
+
+def _check_kept(batch: Batch, counts: Array, kept: Array) -> None:
+    if counts.min() < 0 or counts[batch.mask == 0].any():
+        raise BatchError("kept_counts: expected 0 where mask is 0, and nothing negative")
+    token_of = np.repeat(np.arange(len(counts)), counts)
+    num_found = np.bincount(token_of[kept == batch.ids[token_of]], minlength=len(counts))
+    if (wrong := (counts > 0) & (num_found != 1)).any() or (len(kept) and kept.min() < 0):
+        raise BatchError(f"kept: token {_first(wrong)} of the batch is not once among its ids")
 
 
 def _first(where: Array) -> int:
@@ -376,6 +402,8 @@ class MicroBatch:
         sample: int64 [M]: index of their sample in this micro-batch.
         weights, advantages, engine: float32 [M].
         old, reference: float32 [M] or None.
+        kept: int32 [M, K] or None: the ids to which each distribution was cut, then -1; a row of -1
+            only: it was not cut.
     """
 
     ids: Array
@@ -390,6 +418,7 @@ class MicroBatch:
     engine: Array
     old: Array | None
     reference: Array | None
+    kept: Array | None = None
 
 
 def make_micro_batch(
@@ -433,7 +462,21 @@ def make_micro_batch(
         engine=batch.logprobs[source],
         old=None if batch.old_logprobs is None else batch.old_logprobs[source],
         reference=None if batch.ref_logprobs is None else batch.ref_logprobs[source],
+        kept=_kept_of(batch, source),
     )
+
+
+def _kept_of(batch: Batch, source: Array) -> Array | None:
+    """Return the kept ids of tokens, int32 [M, K], or None if none of them has any."""
+    if batch.kept is None or batch.kept_counts is None:
+        return None
+    ends_T = np.cumsum(batch.kept_counts, dtype=np.int64)
+    counts_M = batch.kept_counts[source]
+    if not (size := counts_M.max()):
+        return None
+    at_MK = (ends_T[source] - counts_M)[:, None] + np.arange(size)
+    is_kept_MK = np.arange(size) < counts_M[:, None]
+    return np.where(is_kept_MK, batch.kept[np.where(is_kept_MK, at_MK, 0)], -1).astype(np.int32)
 
 
 def _segments(edges: Sequence[int], positions: Array) -> tuple[PackedSegment, ...]:

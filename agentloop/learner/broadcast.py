@@ -26,7 +26,6 @@ import torch.distributed as dist
 from agentloop.learner.errors import ProcessGroupError, RankError
 from agentloop.learner.policy import Policy, config_of
 from agentloop.learner.weights import Shard, gather_values, split, trained_tensors
-from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
     LayoutReply,
@@ -126,7 +125,7 @@ class Broadcaster:
             model=self._model(),
         )
 
-    def _model(self) -> JsonObject:
+    def _model(self) -> dict[str, object]:
         """Return the part of the model's configuration that decides how servers store the
         weights."""
         config = config_of(self._policy.settings)
@@ -248,7 +247,7 @@ class Broadcaster:
             self.leave()
             raise ProcessGroupError(f"the group {group.name} broke: {_reason(error)}") from error
 
-    def _describe(self, bucket: Shard) -> JsonObject:
+    def _describe(self, bucket: Shard) -> dict[str, object]:
         return {
             "names": [tensor.name for tensor in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],

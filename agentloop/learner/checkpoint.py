@@ -31,7 +31,6 @@ from agentloop.learner.errors import CheckpointError, RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.policy import Counters, Policy
 from agentloop.learner.world import BackgroundTask
-from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import TrainingState
 
 __all__ = ["SavedState", "Saver", "load_checkpoint", "read_state"]
@@ -189,7 +188,7 @@ def _collect_writes(policy: Policy, partial: Path, *, hold: bool) -> list[Callab
     engine, parts = policy.engine, list[Callable[[], None]]()
     writer = engine.checkpoint_engine
 
-    def save(state_dict: dict[str, Any], path: str) -> None:
+    def save(state_dict: dict[str, object], path: str) -> None:
         state = _copy_to_host(state_dict, {}) if hold else state_dict
         parts.append(lambda: _write(state, path))
 
@@ -204,7 +203,7 @@ def _collect_writes(policy: Policy, partial: Path, *, hold: bool) -> list[Callab
     return parts
 
 
-def _copy_to_host(value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
+def _copy_to_host(value: object, storages: dict[int, torch.UntypedStorage]) -> Any:
     """Copy `value` into the host's memory.
 
     Tensors that share storage still do so in the copy, as they do in the file; `storages` maps the
@@ -223,12 +222,12 @@ def _copy_to_host(value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
         for key, item in value.items():
             copied_dict[key] = _copy_to_host(item, storages)
         return copied_dict
-    if type(value) in (list, tuple):
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_copy_to_host(item, storages) for item in value)
     return copy.deepcopy(value)
 
 
-def _write(state: dict[str, Any], path: str) -> None:
+def _write(state: object, path: str) -> None:
     with open(path, "wb") as file:  # writing to it releases the GIL
         torch.save(state, file)
 
@@ -291,9 +290,9 @@ def _load_converted(policy: Policy, folder: Path, saved: SavedState) -> None:
     world.run_beside((lambda: universal.remove(target)) if world.first else None)
 
 
-def _shape(policy: Policy) -> JsonObject:
+def _shape(policy: Policy) -> dict[str, object]:
     s = policy.settings
-    shape: JsonObject = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
+    shape: dict[str, object] = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
     shape |= {"dtype": s.dtype, "lora_rank": s.lora.rank}
     if _has_lora(policy):  # the base model and the adapters' settings are not in the checkpoint
         shape |= {"lora_alpha": s.lora.alpha, "lora_targets": sorted(s.lora.targets)}

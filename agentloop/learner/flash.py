@@ -19,10 +19,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from agentloop.learner.batch import PackedSegment, paths
 from agentloop.learner.world import to_device
@@ -34,7 +34,7 @@ _BACKWARD = torch.ops.aten._flash_attention_backward
 _FEWEST = 2  # With a limit of one query the kernel's sums have another shape.
 
 
-def edges_of(segments: Sequence[PackedSegment], device: torch.device) -> dict[str, Any]:
+def edges_of(segments: Sequence[PackedSegment], device: torch.device) -> dict[str, object]:
     """Return the arguments of `attend` that depend on the segments.
 
     edges: int32: where segments start and end; after them, for each further call, where the queries
@@ -98,7 +98,7 @@ def attend(
     longest: int,
     most_queries: int,
     most_keys: int,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """Return the attention, [L, heads, D], of query, key and value, [L, heads or fewer, D]."""
     output: Tensor
@@ -110,7 +110,7 @@ def attend(
 
 def _calls(
     edges: Tensor, num_edges: int, num_further: int, longest: int, most_queries: int, most_keys: int
-) -> Iterator[tuple[Any, ...]]:
+) -> Iterator[tuple[object, ...]]:
     """Yield, for each call: edges of queries and keys, their limits, no dropout, and whether it is
     causal."""
     own, further = edges[:num_edges], edges[num_edges:]
@@ -190,24 +190,26 @@ _backward_operation = torch.library.custom_op(
 )
 
 
-@_operation.register_fake  # type: ignore[untyped-decorator]  # torch is Any to mypy
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+@_operation.register_fake  # type: ignore[untyped-decorator]  # mypy skips torch
+def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _size = query.shape
     sums = query.new_empty((num_heads, num_tokens), dtype=torch.float32)
     return query.new_empty(query.shape), sums
 
 
 @_backward_operation.register_fake  # type: ignore[untyped-decorator]
-def _(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:3])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: FunctionCtx, inputs: tuple[Tensor | int | float | None, ...], output: tuple[Tensor, Tensor]
+) -> None:
     query, key, value, edges, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, edges)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: FunctionCtx, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor, ...] = _backward_operation(grad, *ctx.saved_tensors, *ctx.numbers)
     return *grads, *([None] * (1 + len(ctx.numbers)))
 

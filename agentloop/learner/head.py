@@ -20,7 +20,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Head", "Scores", "compile_layers", "scores_of", "uses_compiler"]
+__all__ = ["Head", "Scores", "compile_layers", "kept_scores_of", "scores_of", "uses_compiler"]
 
 Scores: TypeAlias = tuple[Tensor, Tensor]
 """Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
@@ -56,7 +56,7 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.compile(dynamic=True)
 
 
-class Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+class Head(torch.nn.Module):  # type: ignore[misc]  # mypy skips torch
     """The output layer, computed in chunks, so that at most `chunk` rows of logits exist.
 
     The backward pass recomputes them. It is called as one module, so that ZeRO 3 gathers the weight
@@ -71,18 +71,25 @@ class Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self._entropy_grad = settings.loss.entropy_coef > 0
         self._compiled = uses_compiler(settings)
 
-    def forward(self, hidden_MH: Tensor, targets_M: Tensor) -> Scores:
+    def forward(
+        self, hidden_MH: Tensor, targets_M: Tensor, kept_MK: Tensor | None = None
+    ) -> Scores:
         if len(hidden_MH) <= self._chunk:  # recomputing would save no memory
-            return self._score(hidden_MH, targets_M)
-        chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
+            return self._score(hidden_MH, targets_M, kept_MK)
+        hidden, targets = hidden_MH.split(self._chunk), targets_M.split(self._chunk)
+        kept = [None] * len(hidden) if kept_MK is None else kept_MK.split(self._chunk)
         options = {"use_reentrant": False, "preserve_rng_state": False}
-        scored = [checkpoint(self._score, h, t, **options) for h, t in chunks]
+        chunks = zip(hidden, targets, kept, strict=True)
+        scored = [checkpoint(self._score, *chunk, **options) for chunk in chunks]
         logprobs, entropies = zip(*scored, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _score(self, hidden: Tensor, targets: Tensor) -> Scores:
-        score = _compiled_scores() if self._compiled else _scores
+    def _score(self, hidden: Tensor, targets: Tensor, kept: Tensor | None) -> Scores:
         options = (self._temperature, self._entropy_grad)
+        if kept is not None:
+            logits = functional.linear(hidden, self.weight, self.bias)
+            return kept_scores_of(logits, targets, kept, *options)
+        score = _compiled_scores() if self._compiled else _scores
         scores: Scores = score(hidden, self.weight, self.bias, targets, *options)
         return scores
 
@@ -109,6 +116,31 @@ def scores_of(
     logprobs = -functional.nll_loss(table, targets, reduction="none")
     weighted = table if entropy_grad else table.detach()
     return logprobs, -torch.linalg.vecdot(weighted.exp(), weighted)
+
+
+def kept_scores_of(
+    logits: Tensor, targets: Tensor, kept: Tensor, temperature: float, entropy_grad: bool = False
+) -> Scores:
+    """Return the same of the distributions over the kept ids only.
+
+    Args:
+        kept: int32 [M, K], filled up with -1, the targets among them; a row of -1 only has the
+            whole distribution.
+    """
+    is_kept = kept >= 0
+    table = logits.gather(-1, kept.clamp(min=0).long()).float()
+    if temperature != 1:
+        table = table / temperature
+    table = table.masked_fill(~is_kept, torch.finfo(table.dtype).min).log_softmax(-1)
+    weighted = table if entropy_grad else table.detach()
+    logprobs = torch.where(kept == targets[:, None], table, 0).sum(-1)
+    entropies = -torch.linalg.vecdot(weighted.exp(), weighted)
+    is_whole = ~is_kept[:, 0]
+    if is_whole.any():  # tokens from before the distribution was cut
+        whole = scores_of(logits, targets, temperature, entropy_grad)
+        logprobs = torch.where(is_whole, whole[0], logprobs)
+        entropies = torch.where(is_whole, whole[1], entropies)
+    return logprobs, entropies
 
 
 def _fusible_scores(

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from agentloop.learner.head import Head, Scores, compile_layers, scores_of, uses
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.names import conversions_of
-from agentloop.learner.optimizer import adamw, deepspeed_config
+from agentloop.learner.optimizer import adamw, batch_operations, deepspeed_config
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
@@ -150,7 +150,7 @@ def _check_config(settings: LearnerSettings, kind: type[PretrainedConfig]) -> No
         if not _has_same_type(value, usual[key]):
             raise ModelError(f"{where}: expected {type(usual[key]).__name__}, not {value!r}")
     size, file = settings.config.get("vocab_size"), settings.model / "tokenizer.json"
-    if size is not None and file.is_file():
+    if isinstance(size, int) and file.is_file():
         from tokenizers import Tokenizer
 
         num_ids = max(Tokenizer.from_file(str(file)).get_vocab(True).values(), default=-1) + 1
@@ -160,11 +160,11 @@ def _check_config(settings: LearnerSettings, kind: type[PretrainedConfig]) -> No
             )
 
 
-def _has_same_type(value: Any, usual: Any) -> bool:
+def _has_same_type(value: object, usual: object) -> bool:
     """Return whether the types match; an int also passes for a float, a bool never for a number."""
     if usual is None or value is None:
         return True
-    kinds: Any = (int, float) if type(usual) is float else type(usual)
+    kinds = (int, float) if type(usual) is float else (type(usual),)
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(usual, bool)
 
 
@@ -189,12 +189,16 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         predictors_M: Tensor,
         targets_M: Tensor,
         segments: tuple[PackedSegment, ...],
+        kept_MK: Tensor | None = None,
     ) -> Scores:
-        """Return (log-probabilities, entropies), each float32 [M], of packed samples."""
+        """Return (log-probabilities, entropies), each float32 [M], of packed samples.
+
+        They are those of the distributions over the kept ids, where there are some.
+        """
         if self._uses_own_logits:
             logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
             return scores_of(logits_LV.index_select(0, predictors_M), targets_M, self._temperature)
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         if self._attention in SEGMENTED:
             more |= arguments(segments, ids_L.device)
         if self._has_state:
@@ -207,7 +211,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             **more,
         )
         hidden_LH = output.last_hidden_state[0]
-        scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M)
+        scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M, kept_MK)
         return scores
 
     @contextmanager
@@ -297,6 +301,7 @@ class Policy:
             config=deepspeed_config(settings),
             dist_init_required=False,
         )
+        batch_operations(self.engine.optimizer)
         self.engine.train()
         self._check_forward(scorer)
         self._reference = self._create_reference() if settings.loss.kl_coef else None
@@ -348,6 +353,8 @@ class Policy:
             raise BatchError(
                 f"ids: {int(batch.ids.max())} is out of range, the vocabulary has {vocab}"
             )
+        if batch.kept is not None and batch.kept.max(initial=0) >= vocab:
+            raise BatchError(f"kept: {batch.kept.max()} is out of range")
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReply:
         """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
@@ -516,7 +523,7 @@ class Policy:
         """
         return self._scores(self.engine, batch)
 
-    def _scores(self, scorer: Any, batch: Batch) -> Array:
+    def _scores(self, scorer: torch.nn.Module, batch: Batch) -> Array:
         found_2T = torch.zeros(2, len(batch.ids))
         samples = range(len(batch.lengths))
         self.engine.eval()
@@ -546,9 +553,10 @@ class Policy:
             return shared_prefixes(batch, samples)
         return list(samples), [0] * len(samples)
 
-    def _score(self, micro: MicroBatch, scorer: Any) -> Scores:
+    def _score(self, micro: MicroBatch, scorer: torch.nn.Module) -> Scores:
         where = (micro.ids, micro.positions, micro.predictors, micro.targets)
-        scores: Scores = scorer(*map(self._on_device, where), micro.segments)
+        kept = None if micro.kept is None else self._on_device(micro.kept)
+        scores: Scores = scorer(*map(self._on_device, where), micro.segments, kept)
         return scores
 
     def _on_device(self, array: Array) -> Tensor:

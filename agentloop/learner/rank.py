@@ -19,7 +19,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors.numpy import save
 
@@ -102,7 +101,7 @@ class ControlChannel:
             ) from error
         raise RankError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}, the source of requests")
 
-    def next(self, timeout_s: float) -> Request[Any] | None:
+    def next(self, timeout_s: float) -> Request[Reply] | None:
         """Return the next request, or None if no valid one arrives in time.
 
         An invalid one is refused. The end of the stream counts as a request to close.
@@ -169,7 +168,9 @@ class _Refused(Exception):
     """The request cannot be carried out; all ranks are idle again."""
 
 
-def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request[Any]) -> Reply:
+def _handle(
+    policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request[Reply]
+) -> Reply:
     problem, work = None, None
     if isinstance(request, SaveRequest | LoadRequest):  # it may concern the same folder
         saver.wait()
@@ -190,7 +191,7 @@ def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Req
 
 
 def _prepare(
-    policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request[Any]
+    policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request[Reply]
 ) -> Callable[[], Reply]:
     """Check the request on this rank alone; return the work that all ranks then do together.
 

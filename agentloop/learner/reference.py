@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +20,8 @@ from agentloop.learner.lora import adapted_layers, adapters_off
 from agentloop.plain_json import JsonObject
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from agentloop.learner.world import World
 
 __all__ = ["Reference"]
@@ -28,7 +30,9 @@ __all__ = ["Reference"]
 class Reference:
     """The reference policy, on this rank."""
 
-    def __init__(self, scorer: Any, place: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, scorer: torch.nn.Module, place: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         """
         Args:
             scorer: scores tokens once `place` is entered.
@@ -38,7 +42,7 @@ class Reference:
     @classmethod
     def of(
         cls,
-        engine: Any,
+        engine: DeepSpeedEngine,
         load: Callable[[], torch.nn.Module],
         world: World,
         *,
@@ -58,7 +62,7 @@ class Reference:
             return cls(frozen, partial(_on_device, frozen, world))
         import deepspeed
 
-        config: JsonObject = {
+        config: dict[str, object] = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {k: v for k, v in zero.items() if k != "offload_optimizer"},
         }
@@ -69,7 +73,7 @@ class Reference:
         return cls(sharded, nullcontext)
 
     @contextmanager
-    def scorer(self) -> Iterator[Any]:
+    def scorer(self) -> Iterator[torch.nn.Module]:
         """Return the reference in the place of the policy's engine."""
         with self._place():
             yield self._scorer

@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -97,7 +96,7 @@ def _shapes(policy: Policy) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def _reconcile_steps(zero: Path, shapes: dict[str, Any], stage: int) -> None:
+def _reconcile_steps(zero: Path, shapes: dict[str, object], stage: int) -> None:
     """Reconcile the step counts of different stages.
 
     Stage 3 writes and reads one count for all parameters; the other stages have one per parameter,

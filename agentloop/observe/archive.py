@@ -194,7 +194,7 @@ class Archive:
         }
 
 
-def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, Any] | None:
+def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, object] | None:
     """Return a rollout from the run's folder, as `RecordReader.whole` does, or None.
 
     None means that it is missing or damaged.

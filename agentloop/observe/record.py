@@ -54,7 +54,7 @@ class RecordReader:
             **self._verdict(),
         }
 
-    def delta(self) -> dict[str, Any] | None:
+    def delta(self) -> dict[str, object] | None:
         """Return the changes since the last call, or None if there are none."""
         turns = self._record.turns
         last = (len(turns), *_extent(turns[-1])) if turns else None
@@ -70,7 +70,7 @@ class RecordReader:
         changes += [self._turn(index, 0) for index in range(first + 1, len(turns))]
         return {"turn": first, "token": num_known, "turns": changes}
 
-    def _turn(self, index: int, num_known: int) -> dict[str, Any]:
+    def _turn(self, index: int, num_known: int) -> dict[str, object]:
         turn = self._record.turns[index]
         is_over = turn.ended_s > 0  # read this first: once it is true, the turn is complete
         num = min(len(turn.output_ids), len(turn.logprobs))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from agentloop.errors import NotThere
 from agentloop.plain_json import loads, read_rows
@@ -16,9 +16,25 @@ _MAX_ROWS = 5_000
 _MAX_COMMANDS = 20
 
 
-def runs_beside(folder: Path) -> list[dict[str, Any]]:
+class RunEntry(TypedDict):
+    """A run in the list of the page; `current` is the one that is shown."""
+
+    name: str
+    steps: int
+    modified_unix_s: float
+    current: bool
+
+
+class Origin(TypedDict):
+    """The settings and the commands that made a run."""
+
+    settings: str
+    commands: list[dict[str, object]]
+
+
+def runs_beside(folder: Path) -> list[RunEntry]:
     """Return the run in `folder` and its siblings, newest first."""
-    runs: list[dict[str, Any]] = []
+    runs: list[RunEntry] = []
     for path in folder.parent.glob("*/metrics.jsonl"):
         run = path.parent
         if run.is_symlink() or run.name.startswith("."):
@@ -53,13 +69,13 @@ def curves(folder: Path, run: str) -> dict[str, Any]:
     return {"rows": [*start_metrics(path), *read_metrics(path)], **origin_of(path)}
 
 
-def origin_of(folder: Path) -> dict[str, Any]:
+def origin_of(folder: Path) -> Origin:
     """Return what made a run: its `settings`, without what may be secret, and its `commands`.
 
     The commands are those that started and resumed it, as `RunFolder.open` has noted them, each
     with its time and, unless it was killed, that of its end.
     """
-    origin: dict[str, Any] = {"settings": "", "commands": []}
+    origin: Origin = {"settings": "", "commands": []}
     with suppress(OSError, UnicodeDecodeError):
         origin["settings"] = _without_secrets((folder / "config.toml").read_text("utf-8"))
     with suppress(OSError):
@@ -87,7 +103,7 @@ def _without_secrets(config: str) -> str:
     return "\n".join(lines)
 
 
-def of_start(row: Mapping[str, Any]) -> dict[str, Any]:
+def of_start(row: Mapping[str, object]) -> dict[str, object]:
     """Return a row of the metrics of supervised fine-tuning with `start/` in front of each name.
 
     Its steps are counted apart from those of the rollouts.
@@ -95,12 +111,12 @@ def of_start(row: Mapping[str, Any]) -> dict[str, Any]:
     return {f"start/{name}": value for name, value in row.items()}
 
 
-def start_metrics(folder: Path) -> list[dict[str, Any]]:
+def start_metrics(folder: Path) -> list[dict[str, object]]:
     """The metrics of a run's supervised fine-tuning, named as by `of_start`; none without it."""
     return [of_start(row) for row in read_metrics(folder / "sft")]
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[dict[str, object]]:
     """Return the last complete rows of a run's metrics, which may still be written to."""
     try:
         return read_rows(folder / "metrics.jsonl", last=_MAX_ROWS)[0]

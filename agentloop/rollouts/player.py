@@ -61,7 +61,7 @@ from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted, ignor
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import AgentRecord, NoReward, RolloutRecord
-from agentloop.rollouts.request import GroupRequest
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import Player, Sibling
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -256,7 +256,10 @@ class EnvironmentPlayer:
         if prompt_ids is None:  # an environment may have clients, the built-in agent has none
             await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
+        if request.purpose is Purpose.TRAIN:
+            sampling = sampling.for_training()
         siblings = Siblings(name, prompt_ids)
+        progress, is_kept = request.progress, self._environment.replayable
         counts: dict[str, int] = {}
 
         def emit_labelled(event: Event) -> None:
@@ -280,10 +283,12 @@ class EnvironmentPlayer:
                     with_text=self._with_text,
                     grade=partial(self._grader.score, task=task) if self._grader else None,
                     siblings=siblings,
+                    journals=progress.rollout(f"{name}.{index}") if is_kept else None,
                 ),
                 budget.timeout_s,
                 on_end,
                 counts,
+                progress.ended(f"{name}.{index}"),
             )
             for index in range(request.size)
         ]
@@ -300,7 +305,10 @@ class AgentPlayer(EnvironmentPlayer):
         async def agent(task: Task, agent: Agent) -> Trajectory:
             return await agent.run(task.prompt, tools=tools)
 
-        super().__init__(_BuiltIn(agent), runner, gate=runner.router, **options)
+        replayable = all(getattr(tool, "may_repeat", False) for tool in tools)
+        super().__init__(
+            _BuiltIn(agent, replayable=replayable), runner, gate=runner.router, **options
+        )
         self._runner = runner
         self._tools = tools
 
@@ -318,6 +326,7 @@ class EnvironmentSibling:
 
     Attributes:
         counts: sampled tokens of conversations, where an endpoint has counted them.
+        ended: its record, if it was played and scored before a kill.
         failure: error of the environment, once it has failed.
     """
 
@@ -327,10 +336,16 @@ class EnvironmentSibling:
     timeout_s: float
     on_end: OnEnd
     counts: Mapping[str, int]
+    ended: RolloutRecord | None = None
     failure: str | None = None
 
     async def play(self) -> RolloutRecord:
         """Implement `Sibling`."""
+        if self.ended is not None:
+            self.on_end(self.agent.id, True)
+            if self.ended.no_reward is NoReward.ENVIRONMENT and self.ended.reward is not None:
+                self.failure = self.ended.reward.reason
+            return self.ended
         end, record = await self._run()
         self.on_end(self.agent.id, end.cut is None)
         if end.cut is _ENVIRONMENT and end.reward is not None:
@@ -341,6 +356,8 @@ class EnvironmentSibling:
 
     def cut_off(self) -> RolloutRecord:
         """Implement `Sibling`."""
+        if self.ended is not None:
+            return self.ended
         _, record = _record(self.agent, _STRAGGLER)
         return record
 
@@ -389,7 +406,8 @@ class EnvironmentSibling:
         running = asyncio.ensure_future(run())
         stop_reason = StopReason.STRAGGLER  # if this is cancelled
         try:
-            await asyncio.wait([running], timeout=_TIME_FACTOR * self.timeout_s)
+            elapsed_s = self.timeout_s - agent.time_left_s  # before a kill
+            await asyncio.wait([running], timeout=_TIME_FACTOR * self.timeout_s - elapsed_s)
             stop_reason = _ENVIRONMENT
         finally:
             is_late = not running.done()

@@ -48,6 +48,11 @@ class AgentRecord:
         """The conversations that were not stopped by the environment."""
         return _uninterrupted(self.trajectories)
 
+    @classmethod
+    def from_dict(cls, row: JsonObject) -> AgentRecord:
+        """Rebuild a record from its fields as plain data."""
+        return cls(**row | {"trajectories": [*map(Trajectory.from_dict, row["trajectories"])]})
+
 
 @dataclass(slots=True)
 class RolloutRecord:
@@ -112,6 +117,19 @@ class RolloutRecord:
         if self.to_grade is not None:
             return not self.to_grade.stop_reason.is_unscorable
         return self.reward is not None and self.reward.value is not None
+
+    @classmethod
+    def from_dict(cls, row: JsonObject) -> RolloutRecord:
+        """Rebuild the record of a scored rollout from its fields as plain data."""
+        no_reward = row["no_reward"]
+        values = {
+            "trajectories": [*map(Trajectory.from_dict, row["trajectories"])],
+            "reward": Reward(**row["reward"]),
+            "others": {name: AgentRecord.from_dict(each) for name, each in row["others"].items()},
+            "no_reward": None if no_reward is None else NoReward(no_reward),
+            "to_grade": None,
+        }
+        return cls(**row | values)
 
 
 @dataclass(frozen=True, slots=True)

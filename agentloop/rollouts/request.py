@@ -15,6 +15,7 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.progress import GroupProgress
 
 WaitForCapacity = Callable[[int], Awaitable[None]]
 """Waits for the capacity to start a group of this many rollouts, before its task is chosen."""
@@ -37,6 +38,7 @@ class GroupRequest:
         budget: limits of each of them.
         oldest: oldest version of the weights that may sample rollouts to train on.
         queued: set when the group waits for capacity, so that the next one may be admitted.
+        progress: keeps what has been rolled out of it.
     """
 
     task: Task
@@ -46,8 +48,9 @@ class GroupRequest:
     oldest: int = 0
     purpose: Purpose = Purpose.EVALUATE
     queued: anyio.Event = field(default_factory=anyio.Event, compare=False)
+    progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
 
     def __reduce__(self) -> tuple[type[GroupRequest], tuple[object, ...]]:
-        """Pickle without the event: another process has one of its own."""
+        """Pickle without the event and the progress: another process has none of ours."""
         fields = (self.task, self.name, self.size, self.budget, self.oldest, self.purpose)
         return GroupRequest, fields

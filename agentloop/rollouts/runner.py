@@ -148,14 +148,19 @@ class GroupRunner:
         self._emit(GroupStarted(name, task.id, task.prompt, task.answer, size, is_chosen))
         finished = GroupFinished(name, is_chosen=is_chosen)
 
+        progress = request.progress
+
         async def score(rollout: RolloutRecord) -> None:
             started = time.monotonic()
-            rollout.reward = await self._reward(task, rollout, flaw_of)
+            if progress.ended(rollout.id) is not rollout:
+                rollout.reward = await self._reward(task, rollout, flaw_of)
+            assert rollout.reward is not None
             if judge is not None and rollout.reward.value is not None:
                 await judge(rollout)
             reward = rollout.reward
             if reward.value is None and rollout.no_reward is None:
                 rollout.no_reward = NoReward.NOT_GIVEN
+            await progress.keep_rollout(rollout)
             verdict = reward.value, reward.answer, reward.reason
             seconds = time.monotonic() - started
             for trajectory in rollout.all_trajectories:

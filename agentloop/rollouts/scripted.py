@@ -49,7 +49,7 @@ class PlayedRollout:
     record: RolloutRecord
 
 
-def call(name: str, text: str = "", /, **arguments: Any) -> Message:
+def call(name: str, text: str = "", /, **arguments: object) -> Message:
     """Return a message of the assistant that calls a tool, after some text if there is any."""
     function = {"name": name, "arguments": arguments}
     return {

@@ -28,7 +28,7 @@ ENGINE_TIMEOUT_S = 30.0  # shorter than a pool's, because a person is waiting
 NAMES = {"docker": "containers", "process": "local processes"}
 
 
-async def examine(progress: Callable[[str], None]) -> dict[str, Any]:
+async def examine(progress: Callable[[str], None]) -> dict[str, object]:
     """Start a worker of each backend, and then a pool with default settings.
 
     The image is built if it is missing; the layers say whether it was there.

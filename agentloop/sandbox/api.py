@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import orjson
 import pydantic
@@ -11,6 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from agentloop.sandbox.errors import SandboxError
+from agentloop.sandbox.languages import Language
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
@@ -19,7 +20,7 @@ MAX_BATCH = 65_536
 MAX_ERRORS = 100  # with more invalid fields, none of them is named
 
 
-def _integral(value: Any) -> Any:
+def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -88,7 +89,7 @@ def has_more_values(text: bytes, limit: int) -> bool:
 
 
 class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
-    """The body of `POST /v1/run` and `POST /v1/sessions/{id}/run`: one program, or one cell."""
+    """The body of `POST /v1/sessions/{id}/run`: one cell."""
 
     code: str
     stdin: str = ""
@@ -102,9 +103,16 @@ class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
     )
 
 
+class ProgramRequest(RunRequest):
+    """The body of `POST /v1/run`: a program, which may be in another language."""
+
+    language: Language = "python"
+
+
 class LinkRequest(RunRequest, extra="ignore"):
     """A `run` frame of a link (remote.py), without its `op` and `id`."""
 
+    native: bool = False
     session: int | None = None
     opens: bool = False
     max_output_bytes: Annotated[int, Field(gt=0)] | None = None
@@ -132,7 +140,7 @@ class BatchRequest(pydantic.BaseModel, extra="forbid", strict=True):
     """The body of `POST /v1/run/batch`; the response has a line per call, as each finishes."""
 
     calls: Annotated[
-        list[RunRequest], Field(min_length=1, max_length=MAX_BATCH), pydantic.FailFast()
+        list[ProgramRequest], Field(min_length=1, max_length=MAX_BATCH), pydantic.FailFast()
     ]
 
 
@@ -157,7 +165,7 @@ def parse(model: type[Model], body: bytes | bytearray) -> Model:
         raise RequestRefused(400, "bad_request", f"the body is not valid JSON: {error}") from error
 
 
-def check(model: type[Model], fields: Any) -> Model:
+def check(model: type[Model], fields: object) -> Model:
     """Validate a request that is already decoded. Raises RequestRefused like `parse`."""
     try:
         return model.model_validate(fields)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentloop.sandbox.link import Link
 from agentloop.sandbox.protocol import encode
@@ -100,7 +100,7 @@ def directory_size(settings: PoolSettings) -> str:
     return f"size={directory_mib(settings)}m,nr_inodes={INODES}"
 
 
-def greeting(settings: PoolSettings, **more: Any) -> bytes:
+def greeting(settings: PoolSettings, **more: object) -> bytes:
     """The first frame to a worker: its sources and its settings (sandbox/worker/spec.py)."""
     spec = {
         "levels": [[], *settings.preload],

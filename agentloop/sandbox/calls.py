@@ -29,7 +29,7 @@ from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import SPARE_BYTES, Pending, next_id
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
-from agentloop.sandbox.settings import MAX_CODE_BYTES, PoolSettings
+from agentloop.sandbox.settings import MAX_CODE_BYTES, OutputLimits, PoolSettings
 from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
@@ -71,9 +71,20 @@ class Calls:
             self._losses.append((time.monotonic(), worker))
 
     def message(
-        self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
+        self,
+        code: str,
+        stdin: str,
+        timeout_s: float | None,
+        memory_mib: int | None,
+        output: OutputLimits | None = None,
+        native: bool = False,
     ) -> JsonObject:
-        """Return a call's message to a worker. Raises what `Pool.run` raises."""
+        """Return a call's message to a worker. Raises what `Pool.run` raises.
+
+        Args:
+            native: whether the code becomes another program, of which the address space is not
+                limited, only memory.
+        """
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
@@ -88,7 +99,11 @@ class Calls:
                 raise ValueError(f"memory_mib must be between 1 and the pool's {limit}")
         if not self.is_open:
             raise RuntimeError(NOT_OPEN)
-        more = {} if memory_mib is None else {"memory_mib": memory_mib}
+        more: JsonObject = {} if memory_mib is None else {"memory_mib": memory_mib}
+        if output is not None:
+            more |= output.as_dict()
+        if native:
+            more["native"] = True
         return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
 
     async def run(self, message: JsonObject) -> CallResult:

@@ -5,9 +5,9 @@ output with `expected_output`, both stripped. Its client rejects unknown fields,
 been trained on its texts, so both are reproduced exactly. SandboxFusion
 (github.com/bytedance/SandboxFusion): `/run_code`.
 
-Not covered: languages other than Python, Code Judge's `options`, SandboxFusion's `files`,
-`fetch_files` and notebooks. Each is refused as its protocol does, never ignored. Both services
-keep a program's whole output in memory; here it is bounded (MAX_OUTPUT_BYTES).
+Not covered: Code Judge's `math` and `options`; SandboxFusion's `files`, `fetch_files`, notebooks
+and further languages. Each is refused as its protocol does, never ignored. Both services keep a
+program's whole output in memory; here it is bounded (MAX_OUTPUT_BYTES).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pydantic
 from pydantic import Field
 
 from agentloop.sandbox.api import MAX_BATCH, from_integral
+from agentloop.sandbox.languages import COMPILE_ERROR, Language
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
@@ -61,10 +62,21 @@ _REASONS = {
 }
 
 
-def refused_submission(submission: Submission) -> JsonObject | None:
-    """Return the response to a submission that cannot be run here, or None."""
-    if submission.type != "python":
-        reason = f"the type {submission.type!r} is not supported here, only 'python'"
+def language_of(submission: Submission) -> Language | None:
+    """Return the language of a submission; None if calls have none such."""
+    return None if submission.type == "math" else submission.type
+
+
+def refused_submission(submission: Submission, lacks: str) -> JsonObject | None:
+    """Return the response to a submission that cannot be run here, or None.
+
+    Args:
+        lacks: why calls can't be in its language; "" if they can.
+    """
+    if language_of(submission) is None:
+        reason = f"the type {submission.type!r} is not supported here, only 'python' and 'cpp'"
+    elif lacks:
+        reason = lacks
     elif submission.options:
         reason = "options are not supported here"
     elif _size(submission.expected_output) > MAX_KEPT_BYTES:
@@ -81,6 +93,7 @@ def submitted_call(submission: Submission, timeout_s: float) -> JsonObject:
         "code": submission.solution,
         "stdin": submission.input or "",
         "timeout_s": timeout_s,
+        "language": language_of(submission),
         "output": OutputLimits(MAX_OUTPUT_BYTES, keep_bytes),
     }
 
@@ -124,17 +137,29 @@ class RunCodeRequest(pydantic.BaseModel, strict=True):
     code: str
     language: str = "python"
     stdin: str | None = None
-    compile_timeout: float = 10.0
+    compile_timeout: Annotated[float, Field(gt=0, le=3600)] = 10.0
     run_timeout: Annotated[float, Field(gt=0, le=3600)] = 10.0
     memory_limit_MB: Annotated[int, Field(ge=-1, le=1 << 30), from_integral] = -1
     files: dict[str, str | None] = Field(default_factory=dict)
     fetch_files: list[str] = Field(default_factory=list)
 
 
-def refused_code(request: RunCodeRequest) -> JsonObject | None:
-    """Return the response to a request that cannot be run here, or None."""
-    if request.language != "python":
-        reason = f"language: {request.language!r} is not supported here, only 'python'"
+FUSION_LANGUAGES: dict[str, Language] = {
+    "python": "python",
+    "bash": "bash",
+    "cpp": "cpp",
+    "nodejs": "javascript",
+    "javascript": "javascript",
+}
+
+
+def refused_code(request: RunCodeRequest, lacks: str) -> JsonObject | None:
+    """Return the response to a request that cannot be run here, or None; see above."""
+    if request.language not in FUSION_LANGUAGES:
+        supported = ", ".join(FUSION_LANGUAGES)
+        reason = f"language: {request.language!r} is not supported here, only {supported}"
+    elif lacks:
+        reason = lacks
     elif request.files or request.fetch_files:
         reason = "files, fetch_files: not supported here"
     else:
@@ -151,7 +176,7 @@ RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
 MAX_RUN_CODE_BYTES = 2 * 6 * MAX_KEPT_BYTES  # of both streams, if each byte becomes \uXXXX
 
 
-def run_code_answer(result: CallResult) -> JsonObject:
+def run_code_answer(result: CallResult, language: Language | None) -> JsonObject:
     """Convert a result to SandboxFusion's format.
 
     Truncated output is an error, since clients compare the output.
@@ -170,14 +195,18 @@ def run_code_answer(result: CallResult) -> JsonObject:
         "stdout": result.stdout,
         "stderr": _stderr(result),
     }
+    if language == "cpp" and result.error is not None and result.error.type == COMPILE_ERROR:
+        return _fusion("Failed", "", None, run)
     return _fusion("Success" if result.ok else "Failed", "", run)
 
 
-def _fusion(status: str, message: str, run: JsonObject | None) -> JsonObject:
+def _fusion(
+    status: str, message: str, run: JsonObject | None, compiled: JsonObject | None = None
+) -> JsonObject:
     return {
         "status": status,
         "message": message,
-        "compile_result": None,
+        "compile_result": compiled,
         "run_result": run,
         "executor_pod_name": None,
         "files": {},

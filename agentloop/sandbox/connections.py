@@ -45,8 +45,8 @@ class Connections:
         self._max_connections = max_connections
         self._request_s = request_s
         self._idle_s = idle_s
-        self._waiting: dict[Any, _Wait] = {}  # longest wait first
-        self._busy: set[Any] = set()
+        self._waiting: dict[object, _Wait] = {}  # longest wait first
+        self._busy: set[object] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._busy)
@@ -60,17 +60,17 @@ class Connections:
         self._waiting[key] = _Wait(now_s + self._request_s, has_begun=True)
         return replaced
 
-    def receive(self, key: Any, now_s: float) -> None:
+    def receive(self, key: object, now_s: float) -> None:
         """Note the arrival of bytes. Only the first bytes of a request start its time limit."""
         wait = self._waiting.get(key)
         if wait is not None and not wait.has_begun:
             wait.has_begun, wait.until = True, now_s + self._request_s
 
-    def begin(self, key: Any) -> None:
+    def begin(self, key: object) -> None:
         if self._waiting.pop(key, None) is not None:
             self._busy.add(key)
 
-    def send(self, key: Any, now_s: float) -> None:
+    def send(self, key: object, now_s: float) -> None:
         """Note that a response is being sent, which its client must read."""
         self._wait(key, now_s + self._request_s)
 
@@ -78,7 +78,7 @@ class Connections:
         """Note that a request has been answered."""
         self._wait(key, now_s + self._idle_s)
 
-    def _wait(self, key: Any, until: float) -> None:
+    def _wait(self, key: object, until: float) -> None:
         if key in self._busy or key in self._waiting:
             self.remove(key)
             self._waiting[key] = _Wait(until, has_begun=False)

@@ -32,7 +32,7 @@ class _Frames(FrameReader):
     """A frame reader for clients, which are not trusted."""
 
     @staticmethod
-    def _parse(body: bytes) -> JsonObject:
+    def _parse(body: bytes) -> dict[str, object]:
         limit = max_values(LinkRequest)
         if has_more_values(body, limit):
             raise ProtocolError(f"a frame may have at most {limit} values")
@@ -110,7 +110,7 @@ class LinkedClient:
             self._count()  # what the client has read is free again
             await anyio.sleep(LOAD_EVERY_S)
 
-    def _on_frame(self, frame: JsonObject) -> None:
+    def _on_frame(self, frame: dict[str, object]) -> None:
         match frame:
             case {"op": "run", "id": int(call_id)} if call_id in self._calls:
                 raise ProtocolError(f"the id {call_id} belongs to a call that is still open")
@@ -155,6 +155,8 @@ class LinkedClient:
 
     async def _run(self, request: LinkRequest) -> CallResult:
         call = request.model_dump(include={"code", "stdin", "timeout_s", "memory_mib"})
+        if request.native:
+            return await self._pool.run_native(**call, output=request.output)
         if request.session is None:
             return await self._pool.run(**call, output=request.output)
         if request.opens and request.session not in self._sessions:
@@ -163,7 +165,7 @@ class LinkedClient:
             raise SessionLost("there is no such session here")
         return await self._sessions.run(request.session, **call)
 
-    def _send(self, **frame: Any) -> None:
+    def _send(self, **frame: object) -> None:
         self._outbox.put(encode(frame))
 
     def _report_loss(self, session: int, by: LostBy, **more: int) -> None:
@@ -173,7 +175,7 @@ class LinkedClient:
         self._send(op="done", id=call_id, status=status, why=reason)
 
 
-def _fields(result: CallResult) -> JsonObject:
+def _fields(result: CallResult) -> dict[str, object]:
     """Return a result as a frame's fields, the inverse of CallResult.from_frame."""
     fields = dataclasses.asdict(result)
     if result.status.is_unscorable:

@@ -176,7 +176,7 @@ class Link:
         if "id" in message:  # of a cell that was not run
             self._settle(message["id"], None)
 
-    def _settle(self, call_id: int, reply: JsonObject | None) -> None:
+    def _settle(self, call_id: int, reply: dict[str, object] | None) -> None:
         pending = self.pending.pop(call_id, None)
         if pending is not None:
             pending.reply = reply

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse
 from agentloop.sandbox.connections import Connections
-from agentloop.sandbox.errors import Overloaded
+from agentloop.sandbox.errors import Overloaded, ProgramUnsupported
 from agentloop.sandbox.guard import Guard
 from agentloop.sandbox.held_bytes import HeldBytes
 from agentloop.sandbox.serve_settings import SandboxServeSettings
@@ -170,6 +170,8 @@ class RequestLimits:
             refused = error
         except Overloaded as error:
             refused = RequestRefused(503, "overloaded", str(error))
+        except ProgramUnsupported as error:
+            refused = RequestRefused(400, "unsupported", str(error), "language")
         except web.HTTPException as error:
             if error.status < 400:
                 raise

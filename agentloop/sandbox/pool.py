@@ -40,6 +40,15 @@ from agentloop.sandbox.errors import (
     SandboxError,
     SandboxUnavailable,
 )
+from agentloop.sandbox.languages import (
+    COMPILE_OUTPUT,
+    COMPILE_TIMEOUT_S,
+    PROBE_TIMEOUT_S,
+    TOOLS,
+    Language,
+    checked,
+    second_call,
+)
 from agentloop.sandbox.link import next_id
 from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
@@ -88,6 +97,7 @@ class Pool:
         self._num_unlogged = 0
         self._backends: list[Backend]
         self._group: TaskGroup
+        self._languages: dict[str, bool] = {}  # whether calls can be in them
         self._fleet: Fleet | None = None
         self._fleet_lock = anyio.Lock()
         self._stack = AsyncExitStack()
@@ -268,6 +278,8 @@ class Pool:
         memory_mib: int | None = None,
         *,
         output: OutputLimits | None = None,
+        language: Language = "python",
+        compile_timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> CallResult:
         """Run a program from a clean state and return how it ended; a failing program is a result.
 
@@ -279,16 +291,54 @@ class Pool:
             memory_mib: memory limit of all its processes together (default and maximum: the pool's
                 setting).
             output: limits of its output (default: the pool's settings).
+            language: of the program. One that cannot be compiled ends with the status of that, and
+                with an error of the type CompileError.
 
         Raises:
-            ValueError: a limit is out of range.
+            ProgramUnsupported: the sandbox lacks what runs the language.
+            ValueError: a limit is out of range, or the language unknown.
             TypeError: `code` or `stdin` is not a str, or `memory_mib` not an int.
             RuntimeError: the pool is not open.
         """
-        message = self._calls.message(code, stdin, timeout_s, memory_mib)
-        if output is not None:
-            message |= output.as_dict()
-        return await self._calls.run(message)
+        native = language != "python"
+        message = self._calls.message(code, stdin, timeout_s, memory_mib, output, native)
+        if not native:
+            return await self._calls.run(message)
+        await self.check_language(language)
+        message["code"] = TOOLS[language].first_call(code)
+        if TOOLS[language].compiles:
+            compiling = (message["code"], "", compile_timeout_s, None, COMPILE_OUTPUT, True)
+            program = second_call(await self._calls.run(self._calls.message(*compiling)))
+            if isinstance(program, CallResult):
+                return program
+            message["code"] = program
+        return checked(await self._calls.run(message))
+
+    async def run_native(self, code: str, stdin: str, **limits: Any) -> CallResult:
+        """Run Python that becomes another program, for a pool elsewhere (host.py)."""
+        return await self._calls.run(self._calls.message(code, stdin, native=True, **limits))
+
+    async def check_language(self, language: Language) -> None:
+        """Return if calls can be in a language, or that can't be found out now.
+
+        Raises:
+            ProgramUnsupported: the sandbox lacks what runs it.
+        """
+        if language == "python":
+            return
+        if language not in TOOLS:
+            raise ValueError(f"language: {language!r} is none of python, {', '.join(TOOLS)}")
+        if language not in self._languages:
+            probe = self._calls.message(TOOLS[language].probe, "", PROBE_TIMEOUT_S, None)
+            result = await self._calls.run(probe)
+            if result.ok:
+                self._languages[language] = result.stdout == "True\n"
+        if not self._languages.get(language, True):
+            tools = TOOLS[language]
+            raise ProgramUnsupported(
+                f"language: {language!r} needs {tools.command}, which is not in the sandbox: set "
+                f'packages=["debian:{tools.package}"], or install it where calls run'
+            )
 
     @asynccontextmanager
     async def session(self, max_wait_s: float | None = None) -> AsyncIterator[Session]:
@@ -358,7 +408,8 @@ class Pool:
             image: an image that the engine has; by default the pool's own. It needs a shell, and
                 nothing of ours.
             files: what it begins with: bytes of a file, or a folder of this machine, by path.
-            network: a network of the engine; "none" has loopback alone.
+            network: "none" has loopback alone, "allow:HOST[:PORT],..." these hosts through a proxy;
+                or the name of a network of the engine, unrestricted.
             limits: memory, processes, processors and disk, for all of its processes together.
             user: `name[:group]`, or numbers; by default the image's.
             workdir: by default the image's.
@@ -370,6 +421,7 @@ class Pool:
             ProgramUnsupported: there is no engine on this machine, or it lacks the image.
             SandboxUnavailable: the engine failed.
             Overloaded: `max_sessions` are open, and none was closed in time.
+            ValueError: the list of hosts has what is none.
         """
         fleet = await self._open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())

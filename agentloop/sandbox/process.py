@@ -36,7 +36,7 @@ from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import is_only_owner, locked, make_dir, reap_dirs, remove_tree
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
-from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.settings import PoolSettings, split_packages
 from agentloop.sandbox.worker.counters import open_counter
 
 CONFINE = Path(__file__).with_name("confine.py")
@@ -93,7 +93,7 @@ class ProcessBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
-        if lacking := not_installed(self._settings.packages):
+        if lacking := not_installed(split_packages(self._settings.packages)[0]):
             raise SandboxUnavailable(
                 f"packages: calls in local processes use this Python, which lacks "
                 f"{', '.join(lacking)}: {sys.executable} -m pip install {' '.join(lacking)}"

@@ -22,7 +22,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiodocker
 import aiohttp
@@ -141,8 +140,8 @@ def program_end(
 
 
 def program_config(
-    program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, Any]
-) -> JsonObject:
+    program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, object]
+) -> dict[str, object]:
     """Return the container of a program, in the Engine's words.
 
     Args:
@@ -213,7 +212,7 @@ async def run_in_container(
     return program_end(exit_status, limit, output, anyio.current_time() - began)
 
 
-async def inspect_image(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
+async def inspect_image(docker: aiodocker.Docker, image: str) -> Mapping[str, object]:
     """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
     try:
         with anyio.fail_after(CREATE_TIMEOUT_S):

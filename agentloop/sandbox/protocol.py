@@ -66,7 +66,7 @@ class FrameReader:
         return messages
 
     @staticmethod
-    def _parse(body: bytes) -> JsonObject:
+    def _parse(body: bytes) -> dict[str, object]:
         try:
             message = orjson.loads(body)
         except orjson.JSONDecodeError as error:

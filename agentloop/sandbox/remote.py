@@ -77,7 +77,7 @@ class HostLink(Link):
         clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
         return super().submit({**message, **clean})
 
-    def _on_message(self, message: JsonObject) -> None:
+    def _on_message(self, message: dict[str, object]) -> None:
         match message:
             case {"op": "load", "others": int(number)}:
                 self.num_others = number

@@ -25,6 +25,7 @@ from agentloop.sandbox.api import (
     BatchLine,
     BatchRequest,
     OpenedSession,
+    ProgramRequest,
     RefusalBody,
     RequestRefused,
     RunRequest,
@@ -32,8 +33,9 @@ from agentloop.sandbox.api import (
     to_line,
 )
 from agentloop.sandbox.connections import Connections, LimitedProtocol, close_overdue
-from agentloop.sandbox.errors import SessionLost
+from agentloop.sandbox.errors import ProgramUnsupported, SessionLost
 from agentloop.sandbox.host import LinkedClient
+from agentloop.sandbox.languages import Language
 from agentloop.sandbox.middleware import MIB, Handler, RequestLimits, json_response
 from agentloop.sandbox.openapi import (
     JSON,
@@ -99,11 +101,13 @@ class SandboxService:
     # -- native protocol --------------------------------------------------------------------
 
     async def run(self, request: web.Request) -> web.Response:
-        program = await self._limits.parse_body(RunRequest, request)
+        program = await self._limits.parse_body(ProgramRequest, request)
         return json_response(await self._pool.run(**self._call(program)))
 
     async def run_batch(self, request: web.Request) -> web.StreamResponse:
         programs = (await self._limits.parse_body(BatchRequest, request)).calls
+        for language in {program.language for program in programs}:
+            await self._pool.check_language(language)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
@@ -184,7 +188,8 @@ class SandboxService:
     ) -> list[JsonObject]:
         answers: dict[int, JsonObject] = {}
         for index, submission in enumerate(submissions):
-            if refusal := compat.refused_submission(submission):
+            language = compat.language_of(submission)
+            if refusal := compat.refused_submission(submission, await self._lacks(language)):
                 answers[index] = refusal
         accepted = [index for index in range(len(submissions)) if index not in answers]
         timeout_s = self._settings.code_judge_timeout_s
@@ -209,7 +214,8 @@ class SandboxService:
 
     async def run_code(self, request: web.Request) -> web.Response:
         program = await self._limits.parse_body(compat.RunCodeRequest, request)
-        if refusal := compat.refused_code(program):
+        language = compat.FUSION_LANGUAGES.get(program.language)
+        if refusal := compat.refused_code(program, await self._lacks(language)):
             return json_response(refusal)
         await self._limits.reserve(request, compat.MAX_RUN_CODE_BYTES)
         result = await self._pool.run(
@@ -218,8 +224,10 @@ class SandboxService:
             program.run_timeout,
             compat.memory_mib(program, self._pool.settings.memory_mib),
             output=compat.RUN_CODE_OUTPUT,
+            language=language or "python",
+            compile_timeout_s=program.compile_timeout,
         )
-        return json_response(compat.run_code_answer(result))
+        return json_response(compat.run_code_answer(result, language))
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -248,6 +256,14 @@ class SandboxService:
                 for _ in range(max(16, 2 * self._pool.stats()["slots"])):
                     group.start_soon(work, out.clone())
             yield results
+
+    async def _lacks(self, language: Language | None) -> str:
+        """Return why calls can't be in a language; "" if they can, or if it is none of ours."""
+        try:
+            await self._pool.check_language(language or "python")
+        except ProgramUnsupported as error:
+            return str(error)
+        return ""
 
     def _call(self, request: RunRequest) -> JsonObject:
         """Return the arguments of a call: its memory limit is at most the pool's."""
@@ -283,7 +299,8 @@ _HEALTH: Responses = {
 _SESSION = {"id": "Id of the session."}
 
 ROUTES = [
-    Route("POST", "/v1/run", SandboxService.run, "Run a program", {200: _RESULT}, RunRequest),
+    Route("POST", "/v1/run", SandboxService.run, "Run a program", {200: _RESULT},
+          ProgramRequest),
     Route("POST", "/v1/run/batch", SandboxService.run_batch, "Run programs",
           {200: Response("A line for each program, as it finishes.", {JSON_LINES: BatchLine})},
           BatchRequest),

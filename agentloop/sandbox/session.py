@@ -10,7 +10,6 @@ import anyio
 from agentloop.sandbox.calls import Calls, input_bytes
 from agentloop.sandbox.errors import LostBy, Overloaded, SessionLost
 from agentloop.sandbox.link import OpenSession
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.sandbox.slots import PoolWorker
@@ -45,7 +44,7 @@ class Session:
         self._calls = calls
         self._state: OpenSession = worker.link.open_session(session_id)
         self._reopen = reopen
-        self._cells: list[JsonObject] = []  # what has been run, if it is not too much
+        self._cells: list[dict[str, object]] = []  # what has been run, if it is not too much
         self._num_bytes = 0  # of it
         self._turn = anyio.Lock()
 
@@ -74,7 +73,7 @@ class Session:
                 raise self.loss
         return result
 
-    def _remember(self, message: JsonObject) -> None:
+    def _remember(self, message: dict[str, object]) -> None:
         """Keep a cell, unless the session has run too much to run it again."""
         self._num_bytes += input_bytes(message) + CELL_BYTES
         self._cells.append(message)

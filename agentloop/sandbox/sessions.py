@@ -34,9 +34,9 @@ class Sessions:
         self._pool = pool
         self._group = group
         self._idle_s = idle_s
-        self._held: dict[Any, _Held] = {}
+        self._held: dict[object, _Held] = {}
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._held
 
     async def open(self, key: Any = None, max_wait_s: float | None = None) -> Any:
@@ -69,7 +69,7 @@ class Sessions:
             if not held.num_running:
                 held.scope.deadline = anyio.current_time() + self._idle_s
 
-    def lost_by(self, key: Any) -> LostBy | None:
+    def lost_by(self, key: object) -> LostBy | None:
         """Return the cause of a session's loss; None if it lives or does not exist."""
         held = self._held.get(key)
         return held.session.lost_by if held is not None else None
@@ -82,7 +82,7 @@ class Sessions:
         return held is not None
 
     async def _hold(
-        self, key: Any, max_wait_s: float | None, *, task_status: TaskStatus[None]
+        self, key: object, max_wait_s: float | None, *, task_status: TaskStatus[None]
     ) -> None:
         async with self._pool.session(max_wait_s) as session:
             deadline = anyio.current_time() + self._idle_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -17,6 +19,7 @@ def default_workers() -> int:
     return 2 * len(os.sched_getaffinity(0))
 
 
+DEBIAN = "debian:"  # before the name of a package of Debian's, as in debian:g++
 MAX_CODE_BYTES = 8 << 20  # of a call's code and standard input together
 MAX_KEPT_BYTES = 4 << 20  # per stream; as JSON, both must fit into a frame (protocol.py)
 
@@ -40,6 +43,12 @@ class OutputLimits:
     def as_dict(self) -> dict[str, int]:
         """Return the limits as fields of a frame."""
         return {"max_output_bytes": self.max_bytes, "keep_output_bytes": self.keep_bytes}
+
+
+def split_packages(packages: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return Python's packages and Debian's, each sorted."""
+    debian = sorted(name.removeprefix(DEBIAN) for name in packages if name.startswith(DEBIAN))
+    return sorted(name for name in packages if not name.startswith(DEBIAN)), debian
 
 
 class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
@@ -90,8 +99,8 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     packages: list[str] = Field(
         default_factory=list,
         description="Packages for programs besides numpy, scipy and sympy, such as "
-        "math-verify==0.8.0. They are added to the project's own image; for local processes they "
-        "must be installed already.",
+        "math-verify==0.8.0, or debian:g++ for one of Debian's. They are added to the project's "
+        "own image; for local processes they must be installed already.",
     )
     workers: Annotated[int, Field(ge=1)] = Field(
         default_factory=default_workers,
@@ -102,6 +111,11 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         default=64,
         description="Number of open notebook sessions, and of open computers. Each has a container "
         "of its own, beside those for calls; an idle one only costs memory.",
+    )
+    built_images_gib: Annotated[float, Field(ge=0)] = Field(
+        default=20.0,
+        description="Disk for images that were built of folders, such as those of Harbor tasks. "
+        "Beyond it, the least recently used that no computer uses are removed.",
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=4.0, description="Wall time limit of a call that does not set its own."
@@ -137,6 +151,8 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     @classmethod
     def _are_requirements(cls, packages: list[str]) -> list[str]:
         for package in packages:
+            if re.fullmatch(rf"{DEBIAN}[a-z0-9][a-z0-9.+-]+", package):
+                continue
             try:
                 Requirement(package)
             except InvalidRequirement as error:

@@ -553,7 +553,7 @@ ROUTES = [
     Route("GET", "/metrics", AgentService.metrics, "Get Prometheus metrics",
           {200: Response("Metrics in the text format.", {TEXT: str})}),
     Route("GET", "/openapi.json", AgentService.openapi, "Get this document",
-          {200: Response("An OpenAPI 3.1 document.", {JSON: dict[str, Any]})}),
+          {200: Response("An OpenAPI 3.1 document.", {JSON: dict[str, object]})}),
 ]  # fmt: skip
 
 

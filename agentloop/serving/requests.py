@@ -300,7 +300,7 @@ def refuse_types(objects: Iterable[TypedObject]) -> None:
             )
 
 
-def objects_in(path: str, values: object) -> Iterator[tuple[str, JsonObject]]:
+def objects_in(path: str, values: object) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the objects of a list with their paths; an empty one for what is none."""
     for index, value in enumerate(values if isinstance(values, list) else ()):
         yield f"{path}[{index}]", value if isinstance(value, dict) else {}
@@ -315,7 +315,7 @@ def parse(model: type[M], body: bytes) -> M:
     return validate(model, load_object(body))
 
 
-def load_object(body: bytes) -> JsonObject:
+def load_object(body: bytes) -> dict[str, object]:
     """Return the JSON object in a request body. Raises RequestError if it is not one."""
     try:
         value = _from_json(body)
@@ -338,7 +338,7 @@ def _from_json(body: bytes) -> object:
         return pydantic_core.from_json(repaired, allow_inf_nan=False)
 
 
-def validate(model: type[M], value: JsonObject) -> M:
+def validate(model: type[M], value: dict[str, object]) -> M:
     """Validate the object of a request body strictly. Raises RequestError naming a field."""
     try:
         try:

@@ -9,8 +9,9 @@ has no reward.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -29,6 +30,7 @@ __all__ = ["TeacherClient", "open_teacher"]
 
 _MAX_CONCURRENT = 64  # requests; more would only wait in the server's queue
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0  # between tries
+_MAX_COMPARED = 1 << 14  # log-probabilities in an answer, where ids are compared: half a MB
 _PROBE = "What is 37 × 48?\n\tdef f(x): return {'a': x**2}  # Größe, Ж, 数学, 🙂 1234567890"
 
 
@@ -81,6 +83,8 @@ class TeacherClient:
     async def logprobs(self, trajectory: Trajectory) -> list[float]:
         """Return the teacher's log-probability of each sampled token.
 
+        Where only some ids could be sampled, it is that of the teacher's distribution over these.
+
         Raises:
             ServerError: the teacher refused the request, or did not answer in time.
         """
@@ -91,20 +95,28 @@ class TeacherClient:
             raise ServerRefused(
                 f"{self._url}: id {max(ids)} is not in the tokenizer's vocabulary", status=400
             )
-        start = mask.index(1) - 1  # the log-probability of the first one is not reported
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start,
-        }
-        answer = await self._ask("/generate", body)
-        logprobs = _parse_logprobs(answer, ids[start:])
-        if logprobs is None:
-            raise ServerRefused(
-                f"{self._url}/generate: no log-probabilities of the given ids", status=200
-            )
-        sampled = mask[start + 1 :]
+        kept_ids = trajectory.kept
+        kept: Sequence[Sequence[int]] = [()] * len(ids) if kept_ids is None else [*kept_ids]
+        first = mask.index(1)
+        logprobs: list[float] = []
+        for end in _ends(kept, first):
+            start = first + len(logprobs) - 1  # the log-probability of the first is not reported
+            body = {
+                "input_ids": ids[:end],
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": start,
+            }
+            if compared := sorted({*chain.from_iterable(kept[start + 1 : end])}):
+                body["token_ids_logprob"] = compared
+            answer = await self._ask("/generate", body)
+            values = _parse_logprobs(answer, ids[start:end], kept[start:end])
+            if values is None:
+                raise ServerRefused(
+                    f"{self._url}/generate: no log-probabilities of the given ids", status=200
+                )
+            logprobs += values
+        sampled = mask[first:]
         return [value for value, is_sampled in zip(logprobs, sampled, strict=True) if is_sampled]
 
     async def _ask(self, path: str, body: Mapping[str, object]) -> Any:
@@ -154,13 +166,41 @@ async def open_teacher(
         yield client.logprobs
 
 
-def _parse_logprobs(answer: JsonObject, ids: Sequence[int]) -> list[float] | None:
+def _ends(kept: Sequence[Sequence[int]], first: int) -> Iterator[int]:
+    """Yield where each request for the tokens from `first` on ends.
+
+    A server reports the same ids at all positions of a request, so it is not for too many of both.
+    """
+    compared: set[int] = set()
+    start = first
+    for index in range(first, len(kept)):
+        compared |= {*kept[index]}
+        if len(compared) * (index + 1 - start) > _MAX_COMPARED and index > start:
+            yield index
+            start, compared = index, {*kept[index]}
+    yield len(kept)
+
+
+def _parse_logprobs(
+    answer: JsonObject, ids: Sequence[int], kept: Sequence[Sequence[int]]
+) -> list[float] | None:
     """Return the log-probabilities of `ids` but the first, or None if the answer has others."""
     try:
         rows = answer["meta_info"]["input_token_logprobs"]
         if [row[1] for row in rows] != list(ids):
             return None
         logprobs = [float(row[0]) for row in rows[1:]]
+        if any(kept[1:]):
+            tables = answer["meta_info"]["input_token_ids_logprobs"][1:]
+            for index, (row, table) in enumerate(zip(kept[1:], tables, strict=True)):
+                if row:
+                    by_id = {entry[1]: float(entry[0]) for entry in table}
+                    logprobs[index] -= _log_sum_exp([by_id[id] for id in row])
     except (KeyError, IndexError, TypeError, ValueError):
         return None
     return logprobs if all(map(math.isfinite, logprobs)) else None
+
+
+def _log_sum_exp(values: Sequence[float]) -> float:
+    largest = max(values)
+    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))

@@ -43,7 +43,7 @@ def test_nan_is_null_however_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("text", "valid"), [("a\ud800b", "a?b"), ("\ud83d\udc0d", "??"), ("é 🐍\x00", "é 🐍\x00")]
 )
-def test_half_of_a_surrogate_pair_is_replaced_where_it_must_be(text: str, valid: str) -> None:
+def test_lone_surrogate_is_replaced_where_it_must_be(text: str, valid: str) -> None:
     assert valid_text(text) == valid
     field = TypeAdapter(ValidText)
     assert field.validate_python(text) == valid
@@ -79,7 +79,7 @@ def test_nesting_is_kept_as_deep_as_python_can(depth: int) -> None:
     assert loads(dumps(value)) == value
 
 
-def test_json_that_cannot_be_written_or_read_is_a_value_error() -> None:
+def test_unwritable_or_unreadable_json_is_a_value_error() -> None:
     value: Any = []
     for _ in range(200_000):
         value = [value]

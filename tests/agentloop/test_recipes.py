@@ -61,7 +61,7 @@ def test_recipe_is_named_in_any_folder(
     assert load_settings(type(settings), [extending]) == settings
 
 
-def test_recipe_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
+def test_unknown_recipe_error_lists_the_existing_ones(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no recipe 'smal' \(did you mean small\?\)"):
         load_settings(TrainSettings, ["smal"])
     with pytest.raises(SettingsError, match=r"no recipe 'x' \(did you mean .* or laptop or "):
@@ -156,7 +156,7 @@ def imitate(chat: ChatFormat, *turns: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(120)  # transformers is slow to import
-def test_base_model_is_trained_in_the_papers_form_without_work_by_hand(tmp_path: Path) -> None:
+def test_recipe_for_a_base_model_produces_the_papers_format(tmp_path: Path) -> None:
     chat = ChatFormat.load(like_qwen3_base(tmp_path), paper_settings())
     assert chat.generation_prompt == "<|im_start|>assistant\n<reason>"
     assert [chat.decode([token]) for token in chat.stop_ids] == [END, END_OF_TEXT]
@@ -214,7 +214,7 @@ OPENED = TEMPLATE.replace("assistant\n' }}", "assistant\n<reason>' }}")
         ),
     ],
 )
-def test_template_that_cannot_be_imitated_is_refused_with_what_to_do(
+def test_unsupported_template_is_refused_with_advice(
     source: str, content: str, message: str
 ) -> None:
     chat = ChatFormat(tokenizer(), template(source))

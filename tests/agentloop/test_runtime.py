@@ -41,9 +41,7 @@ def test_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
 
 @pytest.mark.parametrize(("setting", "name"), [("", "small"), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")])
 @pytest.mark.anyio
-async def test_model_is_served_by_its_folders_name_or_by_the_one_that_is_set(
-    setting: str, name: str
-) -> None:
+async def test_served_name_is_the_folders_unless_it_is_set(setting: str, name: str) -> None:
     async with (
         FakeSGLang([]).serving() as server,
         Runtime(

@@ -139,7 +139,7 @@ def test_any_text_encodes_and_comes_back(tokenizer: Any, text: str) -> None:
     assert max(ids, default=0) < VOCAB_SIZE
 
 
-def test_digits_are_single_and_words_do_not_depend_on_the_text_before(tokenizer: Any) -> None:
+def test_digits_are_single_tokens_and_words_ignore_preceding_text(tokenizer: Any) -> None:
     assert len(tokenizer.encode("90817263")) == 8
     alone = tokenizer.encode("multiply")
     for text in ("(multiply(", ' "multiply"', "Tools: multiply(", "_multiply_"):

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.kept_ids import KeptIds
+from agentloop.plain_json import dumps, loads
 from agentloop.trajectory import (
     Message,
     StopReason,
@@ -15,6 +17,7 @@ from agentloop.trajectory import (
     ToolCallStatus,
     ToolResult,
     Trajectory,
+    TruncatedTurn,
     Turn,
     TurnEnd,
     VersionSpan,
@@ -112,7 +115,7 @@ def test_time_in_which_tools_ran_is_that_of_any(spans: list[list[int]]) -> None:
     assert ran(*((float(start), float(end)) for start, end in spans)).tool_run_s == len(seconds)
 
 
-def test_rollout_used_its_time_if_its_calls_took_half_of_it() -> None:
+def test_calls_that_took_half_the_time_used_it_up() -> None:
     assert ran((0.0, 2.0), (4.0, 7.0)).used_its_time
     assert not ran((0.0, 4.9)).used_its_time  # the rest was waited for
     assert not ran(elapsed_s=10.0).used_its_time
@@ -147,3 +150,18 @@ def test_messages_are_those_before_and_after_each_turn(
     ]
     turns = [Turn(end=TurnEnd.STOP) for _ in between] + [Turn()] * is_cut_off
     assert Trajectory("t", [], turns, messages=messages).messages_between == [prompt, *between]
+
+
+def test_kept_ids_are_as_long_as_all_ids() -> None:
+    kept = KeptIds([[4, 3], [9]])
+    turn = TruncatedTurn([3, 9], [-0.1, 0.0], observation_ids=[6], kept=kept)
+    trajectory = Trajectory("t", [1, 2], [turn, Turn([7], [-0.4])])
+    assert trajectory.kept == KeptIds([[], [], [4, 3], [9], [], []])
+    for row in (trajectory.to_dict(), loads(dumps(trajectory)), loads(dumps(trajectory.to_dict()))):
+        assert Trajectory.from_dict(row) == trajectory
+    assert loads(dumps(trajectory)) == loads(dumps(trajectory.to_dict()))
+
+
+def test_turns_of_the_whole_distribution_say_nothing_of_kept_ids() -> None:
+    assert MADE.kept is None
+    assert b"kept" not in dumps(MADE)

@@ -61,10 +61,14 @@ def test_part_that_succeeded_is_not_run_again(
 ) -> None:
     assert (runs(), runs.num_started) == (0, 1)
     first = capsys.readouterr().out
+    assert first.startswith("step, ")
+    assert " s: x: tokens/s 1,234\n" in first
+    assert json.loads((runs.folder / "results.jsonl").read_text().splitlines()[0]) == runs.result()
     assert "| step | x | tokens/s 1,234 |" in first
     assert "| none | skipped | needs no_such_module, which is not installed |" in first
     assert (runs(), runs.num_started) == (0, 1)
-    assert capsys.readouterr().out == first
+    again = capsys.readouterr().out
+    assert [each.split("| part")[1] for each in (first, again)] == 2 * [again.split("| part")[1]]
     assert (runs("--again"), runs.num_started) == (0, 2)
     assert (runs("--size", "full"), runs.num_started) == (0, 3), "another size is another result"
 

@@ -148,7 +148,7 @@ def test_returning_trajectory_finds_its_context() -> None:
     assert (first.num_cached, second.num_cached) == (0, 150)
 
 
-def test_later_siblings_find_the_prompt_but_not_those_of_the_same_batch() -> None:
+def test_only_later_batches_of_siblings_find_the_prompt() -> None:
     server = ServerModel(ServerParams(chunk=100))
     jobs = [job(f"s{n}", 80, 20, group="g", shared=80) for n in range(4)]
     run(server, [(0.0, sibling) for sibling in jobs])

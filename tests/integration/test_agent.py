@@ -76,7 +76,7 @@ async def test_ids_replayed_as_one_prompt_have_the_same_logprobs(
     assert set(trajectory.versions) == {None, "default"}
 
 
-async def test_model_whose_tokenizer_has_another_end_of_text_ends_its_turns(
+async def test_turns_end_despite_another_end_of_text(
     sglang_installed: None, tmp_path: Path
 ) -> None:
     """As Qwen3's base models: everything but the template says that a text ends otherwise."""
@@ -212,7 +212,7 @@ async def test_groups_of_a_source_come_as_they_finish(runtime: Runtime) -> None:
     assert all(view.num_held_tokens == 0 for view in runtime.router.view())
 
 
-async def test_once_enough_of_a_group_have_ended_the_others_are_stopped(runtime: Runtime) -> None:
+async def test_remaining_rollouts_stop_once_enough_have_ended(runtime: Runtime) -> None:
     num_calls = 0
 
     async def multiply(a: int, b: int) -> int:

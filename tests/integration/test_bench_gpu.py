@@ -1,16 +1,17 @@
-"""The flags that `python -m bench.gpu` starts servers with on a GPU, by SGLang's parser."""
+"""`python -m bench.gpu` as on a GPU: its flags by SGLang's parser, and what is carried along."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentloop.inference.processes.supervise import plan
 from agentloop.models import SMALL
-from bench import gpu_servers
+from bench import gpu_carry, gpu_servers
 from bench.gpu_model import FULL, Setup
 from tests.patience import patient
 
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("sglang_installed"),
 ]
 
+ROOT = Path(__file__).parents[2]
 PARSE = """
 import argparse, json, sys
 from sglang.srt.server_args import ServerArgs
@@ -59,3 +61,20 @@ def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
         [0.35, True, "bfloat16"],
         [0.35, False, "bfloat16"],
     ]
+
+
+@pytest.mark.gate
+def test_carried_folder_is_used_as_on_a_machine_with_a_gpu(tmp_path: Path) -> None:
+    """The same command, on a CPU: the folder has stand-ins, and SGLang is the installed one."""
+    (tmp_path / "carried").mkdir()
+    gpu_carry.pack([], tmp_path / "carried" / "site.zip", {})
+    options = ("--device", "cpu", "--size", "tiny", "--carried", str(tmp_path / "carried"))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", *options, *("--only", "serve"),
+         *("--folder", str(tmp_path / "out"))],
+        cwd=ROOT, capture_output=True, text=True, timeout=patient(240), check=False,
+    )  # fmt: skip
+    (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["state"] == "done", line
+    assert done.stdout.startswith("serve, ")
+    assert done.returncode == 0, done.stderr

@@ -445,7 +445,7 @@ async def test_retry_after_an_error_or_a_timeout_leaves_one_branch(ask: Ask, fau
 
 
 @PROTOCOLS
-async def test_client_that_leaves_a_stream_ends_its_turn_where_it_was(ask: Ask) -> None:
+async def test_client_that_leaves_a_stream_ends_its_turn(ask: Ask) -> None:
     sampled = written(CHAT, "hello world" + END)
     async with served([*says("hello world")[:3], anyio.sleep_forever]) as near:
         async with openais(near.session) as asks, anthropics(near.session) as second:

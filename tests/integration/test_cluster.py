@@ -194,7 +194,7 @@ def check(tmp_path: Path, text: str) -> None:
     assert not ours
 
 
-async def test_run_goes_on_when_the_node_of_its_server_and_sandbox_is_lost(
+async def test_run_survives_the_loss_of_a_server_and_sandbox_node(
     tmp_path: Path,
 ) -> None:
     async with two_nodes(tmp_path) as (address, second):
@@ -213,7 +213,7 @@ async def test_run_goes_on_when_the_node_of_its_server_and_sandbox_is_lost(
     check(tmp_path, text)
 
 
-async def test_run_goes_on_when_its_runtime_is_killed_and_when_its_node_is_lost(
+async def test_run_survives_the_loss_of_its_runtime_and_node(
     tmp_path: Path,
 ) -> None:
     # Room for the runtime beside the trainer.
@@ -241,7 +241,7 @@ async def test_run_goes_on_when_its_runtime_is_killed_and_when_its_node_is_lost(
     assert not remaining
 
 
-async def test_run_from_nothing_with_its_fine_tuning_runs_on_a_cluster(tmp_path: Path) -> None:
+async def test_run_with_fine_tuning_runs_on_a_cluster(tmp_path: Path) -> None:
     """laptop.toml, cut short."""
     async with one_node(tmp_path, num_cpus=5) as (_, address):
         overrides = [*CUT_SHORT, f"cluster.address={address}", "page=false", "server.device=cpu"]

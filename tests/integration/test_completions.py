@@ -122,7 +122,7 @@ async def test_token_of_the_callers_ends_it(
     assert cut.text == runtime.chat.decode(ids[:at])
 
 
-async def test_bare_model_takes_them_in_chat_completions_and_the_agent_does_not(
+async def test_logit_bias_and_logprobs_work_for_the_bare_model_only(
     client: openai.AsyncOpenAI, runtime: Runtime
 ) -> None:
     seven = runtime.chat.token_id("7")

@@ -187,6 +187,52 @@ async def test_user_directory_and_environment(pool: Pool) -> None:
         assert (await shell.run("id -u; echo $A")).stdout == "0\nd\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "exit_status"),
+    [
+        (["true"], CallStatus.OK, 0),
+        (["sh", "-c", "exit 7"], CallStatus.ERROR, 7),
+        (["sh", "-c", "kill -9 $$"], CallStatus.KILLED, 137),
+        (["no-such-program"], CallStatus.ERROR, 127),
+        (["/etc/passwd"], CallStatus.ERROR, 126),
+        (["sleep", "1000"], CallStatus.TIMEOUT, None),
+        (["sh", "-c", "trap '' TERM INT; sleep 1000 & wait"], CallStatus.TIMEOUT, None),
+        (["yes"], CallStatus.OUTPUT_LIMIT, None),
+        (["sh", "-c", "yes >&2"], CallStatus.OUTPUT_LIMIT, None),
+    ],
+)
+async def test_how_a_program_ended(
+    box: Computer, command: list[str], status: CallStatus, exit_status: int | None
+) -> None:
+    time_s = 1 if status is CallStatus.TIMEOUT else LONG_S
+    result = await box.execute(command, timeout_s=time_s, max_output_bytes=1 << 20)
+    assert (result.status, result.exit_status) == (status, exit_status)
+    shown = await box.execute(["sh", "-c", "cat /proc/[0-9]*/comm"])
+    assert set(shown.stdout.split()) <= {"loader", "python3", "sh", "cat"}
+
+
+async def test_input_and_arguments_arrive_unchanged(box: Computer) -> None:
+    data = os.urandom(3_000_000)
+    await box.execute(["sh", "-c", "cat > copy; cat copy >&2"], stdin=data, workdir="/tmp")
+    assert await box.read("/tmp/copy") == data
+    hostile = ["$HOME", "'", "a b", "", "\n"]
+    result = await box.execute(["printf", "[%s]", *hostile], env={"HOME": "/x"})
+    assert result.stdout == "".join(f"[{text}]" for text in hostile)
+    assert (await box.execute(["true"], stdin=data)).ok  # though nobody reads it
+    with pytest.raises(ValueError, match="NUL"):
+        await box.execute(["echo", "\0"])
+
+
+async def test_program_that_is_cancelled_leaves_no_process(box: Computer) -> None:
+    with anyio.move_on_after(0.5):
+        await box.execute(["sh", "-c", "sleep 4321 & sleep 4321"], timeout_s=1000)
+
+    async def is_gone() -> bool:
+        return "4321" not in await output(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+
+    await until(is_gone)
+
+
 # -- walls ------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ async def test_answer_is_an_object(client: openai.AsyncOpenAI) -> None:
         assert isinstance(json.loads(answer.message.content), dict)
 
 
-async def test_agent_may_call_its_tools_before_an_answer_with_a_schema(
+async def test_agent_may_call_tools_before_answering_with_a_schema(
     client: openai.AsyncOpenAI,
 ) -> None:
     schema = {

@@ -250,4 +250,5 @@ def test_every_example_is_run() -> None:
     run_here |= {"warehouse.py", "warehouse_server.py", "minimal_rl.py"}
     run_by_others = {"shop.py", "my_reward.py", "stateful_tool.py", "teachers.py", "calculator.py"}
     run_by_others |= {"calculator_agent.py", "command_line_agent.py", "python_math.py"}
+    run_by_others.add("mend_code.py")
     assert {path.name for path in EXAMPLES.glob("[!_]*.py")} == run_here | run_by_others

@@ -454,7 +454,7 @@ def send(process: ServerProcess, number: signal.Signals) -> None:
     os.killpg(os.getpgid(process.pid), number)
 
 
-async def test_server_that_dies_or_freezes_while_it_receives_is_left_out(
+async def test_receiving_server_that_dies_or_freezes_is_left_out(
     all_started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with parts(all_started, tmp_path, num_servers=2) as near:

@@ -40,7 +40,7 @@ LOAD = [
 ]
 
 
-async def test_server_lends_its_memory_in_each_step_and_does_not_start_in_one(
+async def test_server_lends_memory_and_does_not_start_during_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second step, the server is killed while the learner has its memory."""

@@ -440,7 +440,7 @@ async def test_containers_of_dead_owners_are_removed_at_the_next_start(
         assert "left-over" not in json.dumps([c["Labels"] for c in actual])
 
 
-async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+async def test_name_lookups_take_no_memory_from_the_next_call() -> None:
     await check_memory_after_names(SETTINGS)
 
 

@@ -76,7 +76,7 @@ async def some_base(engine: aiodocker.Docker) -> str:
     with contextlib.suppress(aiodocker.DockerError, TimeoutError), anyio.fail_after(patient(60)):
         await engine.images.pull(build._dockerfile_base())
         return build._dockerfile_base()
-    name = await build._system_base(engine, print)
+    name = await build._system_base(engine, print, ())
     await engine.images.tag(name, "agentloop-test-base", tag="1")
     return "agentloop-test-base:1"
 

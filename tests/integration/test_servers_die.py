@@ -134,7 +134,7 @@ async def test_rollouts_survive_the_death_of_their_server(tmp_path: Path) -> Non
         keeper.cancel_scope.cancel()
 
 
-async def test_only_server_dies_and_the_rollout_goes_on_when_it_is_back(
+async def test_rollout_continues_after_the_only_server_restarts(
     docker_engine: None,
 ) -> None:
     """Two ranks, too: what is killed is all of them. It may be started again once."""

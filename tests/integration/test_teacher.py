@@ -21,13 +21,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from agentloop.config import load_settings
+from agentloop.kept_ids import KeptIds
 from agentloop.models import SMALL
 from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.teacher_client import open_teacher
 from agentloop.training.wiring import train
-from agentloop.trajectory import Trajectory, Turn
+from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
 from tests.integration.test_train import Said
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
@@ -37,15 +38,22 @@ NOISE = 0.5
 TOKENIZER = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
 
 
-async def sampled(url: str, ids: list[int]) -> Turn:
+async def sampled(url: str, ids: list[int], *, is_cut: bool = False) -> Turn:
     """Return a turn that the server samples after `ids`."""
-    body = {
+    body: dict[str, Any] = {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
     }
+    if is_cut:
+        body["sampling_params"] |= {"top_p": 0.9, "top_k": 20}
+        body["return_sampling_mask"] = True
     async with httpx.AsyncClient(timeout=patient(60)) as client:
         answer = (await client.post(f"{url}/generate", json=body)).raise_for_status().json()
+    if is_cut:
+        kept = KeptIds(answer["meta_info"]["output_token_sampling_mask"])
+        logprobs = answer["meta_info"]["output_token_sampling_logprobs"]
+        return TruncatedTurn(answer["output_ids"], logprobs, kept=kept)
     logprobs = [single[0] for single in answer["meta_info"]["output_token_logprobs"]]
     return Turn(answer["output_ids"], logprobs)
 
@@ -88,12 +96,17 @@ async def test_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path
     assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
 
 
-async def test_teacher_agrees_with_itself(sglang_url: str) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_teacher_agrees_with_itself(
+    sglang_url: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is its own teacher, so there is nothing to learn, over both turns."""
     prompt = TOKENIZER.encode("What is 37 times 48?", add_special_tokens=False).ids
-    first = await sampled(sglang_url, prompt)
+    monkeypatch.setattr("agentloop.training.teacher_client._MAX_COMPARED", 100)
+    first = await sampled(sglang_url, prompt, is_cut=is_cut)
     first.observation_ids = TOKENIZER.encode("1776", add_special_tokens=False).ids
-    second = await sampled(sglang_url, [*prompt, *first.output_ids, *first.observation_ids])
+    history = [*prompt, *first.output_ids, *first.observation_ids]
+    second = await sampled(sglang_url, history, is_cut=is_cut)
     trajectory = Trajectory("t", prompt, [first, second])
     credit = CreditSettings(name="distill", args={"teacher": sglang_url})
     async with open_teacher(credit, TOKENIZER) as teacher:

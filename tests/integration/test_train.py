@@ -16,7 +16,7 @@ from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.status import RunStatus
 from agentloop.training.wiring import train
-from agentloop.trajectory import Trajectory
+from agentloop.trajectory import Trajectory, TruncatedTurn
 from tests.integration.quickstart import QuickStart
 
 pytestmark = [
@@ -126,6 +126,43 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
     assert remaining[-1].startswith("held out 0.")
     page.run(only="runs export")
     assert (tmp_path / "models/mine/model.safetensors").stat().st_size > 1_000_000
+
+
+async def test_cut_distribution_is_trained_on_as_it_was_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        f"run.folder={tmp_path}",
+        "run.name=cut",
+        "sampling={top_p=0.9, top_k=20, min_p=0.01, temperature=2.5}",
+        "loop={steps=2, prompts_per_step=3, group_size=6, evaluate_tasks=2}",
+        "roc={down_sample_to_n=4, reject_equal_reward=false}",
+        "tasks.held_out=2",
+        "learner.loss={kl_coef=0.1, entropy_coef=0.01}",
+        f"reward.function={__name__}:coin",
+    ]
+    settings = load_settings(TrainSettings, [RECIPE], overrides)
+    folder = await train(settings, cast(ProgressLine, Said()))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [first for first in metrics if "learner/kl" in first]
+    assert [first["step"] for first in steps] == [1, 2]
+    for first in steps:
+        assert abs(first["learner/mismatch_kl"]) < 1e-9
+    assert steps[0]["learner/kl"] == pytest.approx(0, abs=1e-9)
+    rows = [
+        json.loads(line)["trajectory"]
+        for path in sorted((folder / "trajectories").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    turns = [turn for row in map(Trajectory.from_dict, rows) for turn in row]
+    evaluated = [turn for turn in turns if not isinstance(turn, TruncatedTurn)]
+    kept = [row for turn in turns if isinstance(turn, TruncatedTurn) for row in turn.kept]
+    assert all(1 <= len(row) <= 20 for row in kept)
+    assert len(kept) == sum(len(turn.output_ids) for turn in turns if turn not in evaluated)
+    assert len(kept) < sum(map(len, kept)) < 20 * len(kept)
+    capsys.readouterr()
+    assert await replay(folder, None) == 0
+    assert capsys.readouterr().err.count("weights: the same") == 3
 
 
 async def test_run_from_nothing_through_its_stages(tmp_path: Path) -> None:

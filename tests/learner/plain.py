@@ -24,7 +24,16 @@ def scores(model: Any, batch: Batch, index: int) -> tuple[Any, Any, slice]:
     start = int(batch.starts[index])
     place = slice(start + 1, start + int(batch.lengths[index]))
     ids = torch.from_numpy(batch.ids[start : place.stop]).long()
-    table = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    if batch.kept is not None and batch.kept_counts is not None:
+        ends = batch.kept_counts.cumsum()
+        for row, at in enumerate(range(place.start, place.stop)):
+            if num := batch.kept_counts[at]:
+                is_cut = torch.ones(logits.shape[-1], dtype=torch.bool)
+                is_cut[batch.kept[ends[at] - num : ends[at]]] = False
+                cut = logits[row].masked_fill(is_cut, -1e9)
+                logits = logits.index_copy(0, torch.tensor([row]), cut[None])
+    table = logits.log_softmax(-1)
     return table.gather(-1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1), place
 
 

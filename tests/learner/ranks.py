@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> 
         "groups": groups,
     }
     return Batch(**{**made, **arrays})
+
+
+def with_kept_ids(batch: Batch, num_whole: int = 0) -> Batch:
+    """Return the batch with a few kept ids for all sampled tokens but the first `num_whole`."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for at in np.flatnonzero(batch.mask)[num_whole:]:
+        others = rng.choice(512, int(rng.integers(0, 20)), replace=False).astype(np.int32)
+        rows.append(np.unique([batch.ids[at], *others]).astype(np.int32))
+    counts = np.zeros(len(batch.ids), np.int32)
+    counts[np.flatnonzero(batch.mask)[num_whole:]] = [*map(len, rows)]
+    return replace(batch, kept_counts=counts, kept=np.concatenate(rows))
 
 
 def make_siblings(seed: int = 0) -> Batch:

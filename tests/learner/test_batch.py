@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from agentloop.learner.batch import Batch, make_micro_batch, normalized_weights,
 from agentloop.learner.errors import BatchError
 from agentloop.training.credit.rule import RewardedRollout, token_weights
 from agentloop.trajectory import Trajectory, Turn
-from tests.learner.ranks import make_batch
+from tests.learner.ranks import make_batch, with_kept_ids
 
 LENGTHS = st.lists(st.integers(2, 100), min_size=1, max_size=40)
 WORLD_SIZES = st.integers(1, 8)
@@ -70,6 +71,36 @@ def changed(name: str, at: int, value: float) -> Any:
 def test_invalid_batch_is_refused(arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=re.escape(message)):
         make_batch(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("kept_counts", lambda counts: counts + 1, "kept: expected int32"),
+        ("kept_counts", lambda counts: counts[::-1].copy(), "kept_counts: expected 0 where mask"),
+        ("kept_counts", lambda counts: None, "kept_counts, kept: expected both"),
+        ("kept", lambda kept: kept[1:], "kept: expected int32"),
+        ("kept", lambda kept: kept[::-1].copy(), "is not once among its ids"),
+        ("kept", lambda kept: kept.astype(np.int64), "kept: expected int32"),
+        ("kept", lambda kept: None, "kept_counts, kept: expected both"),
+    ],
+)
+def test_kept_ids_of_other_tokens_are_refused(name: str, change: Any, message: str) -> None:
+    batch = with_kept_ids(make_batch())
+    with pytest.raises(BatchError, match=re.escape(message)):
+        replace(batch, **{name: change(getattr(batch, name))})
+
+
+def test_samples_that_fit_keep_their_kept_ids() -> None:
+    batch = with_kept_ids(make_batch())
+    fitting = batch.up_to(40)
+    assert fitting is not None
+    assert fitting.kept is not None
+    assert fitting.kept_counts is not None
+    assert batch.kept is not None
+    assert batch.kept_counts is not None
+    assert fitting.kept_counts.tolist() == batch.kept_counts[:98].tolist()
+    assert fitting.kept.tolist() == batch.kept[: fitting.kept_counts.sum()].tolist()
 
 
 @pytest.mark.parametrize(("name", "size"), [("BF16", 2), ("F8_E4M3", 1), ("F8_E5M2", 1)])
@@ -183,9 +214,7 @@ def test_plan(lengths: list[int], slack: int, world_size: int) -> None:
 
 
 @given(lengths=LENGTHS, world_size=WORLD_SIZES)
-def test_samples_that_must_not_be_packed_get_micro_batches_of_their_own(
-    lengths: list[int], world_size: int
-) -> None:
+def test_unpackable_samples_get_separate_micro_batches(lengths: list[int], world_size: int) -> None:
     ranks = plan(lengths, 100, world_size, packs=False)
     bins = [each for rank in ranks for each in rank]
     assert sorted(i for each in bins for i in each) == [*range(len(lengths))]

@@ -48,7 +48,7 @@ def rank_of_two(rank: int, store: Path, said: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> None:
+def test_ranks_wait_for_slow_disks_and_report_full_ones(tmp_path: Path) -> None:
     """The disk takes longer than the timeout of a collective."""
     log, store = tmp_path / "log", tmp_path / "store"
     stated = [tmp_path / f"said-{rank}" for rank in (0, 1)]

@@ -90,7 +90,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_sample_prevent_packing() -
 
 
 @pytest.mark.parametrize(("num_ranks", "zero_stage"), [(1, 2), (2, 3)])
-def test_scores_are_those_of_the_model_where_samples_are_not_packed(
+def test_scores_of_unpacked_samples_equal_the_models(
     tmp_path: Path, num_ranks: int, zero_stage: int
 ) -> None:
     folder, batch, out = tmp_path / "model", tmp_path / "batch", tmp_path / "scores"

@@ -166,7 +166,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         load_model(LearnerSettings(model=tmp_path))
 
 
-def test_random_language_model_of_a_composite_is_a_model_by_itself(tmp_path: Path) -> None:
+def test_random_language_model_of_a_composite_stands_alone(tmp_path: Path) -> None:
     start = tmp_path / "start"
     make_model(start, "qwen3_5")
     folder = published(start, tmp_path / "published", init="random")

@@ -78,7 +78,7 @@ def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path])
     assert [ranks.ask("step", batch=batch)["loss"] for _ in range(2)] == losses
 
 
-def test_save_waits_for_the_previous_one_and_the_latest_are_kept(two: tuple[Ranks, Path]) -> None:
+def test_saves_wait_for_each_other_and_the_latest_are_kept(two: tuple[Ranks, Path]) -> None:
     ranks, folder = two
     for name in ("a", "b", "c", "c"):
         assert ranks.ask("save", folder=folder / "kept" / name, beside=True)["ok"]

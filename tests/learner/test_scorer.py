@@ -23,7 +23,7 @@ from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, LossSettings
 from tests.learner import plain
-from tests.learner.ranks import make_batch
+from tests.learner.ranks import make_batch, with_kept_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.gate]
 SETTINGS = LearnerSettings(model=SMALL, head_chunk_tokens=7)
@@ -36,7 +36,8 @@ def packed(scorer: Any, batch: Batch) -> tuple[Any, Any, Any]:
     weights = np.random.default_rng(1).normal(size=len(batch.ids)).astype(np.float32)
     micro = make_micro_batch(batch, SAMPLES, weights)
     inputs = (micro.ids, micro.positions, micro.predictors, micro.targets)
-    logprobs, entropy = scorer(*map(torch.from_numpy, inputs), micro.segments)
+    kept = None if micro.kept is None else torch.from_numpy(micro.kept)
+    logprobs, entropy = scorer(*map(torch.from_numpy, inputs), micro.segments, kept)
     return logprobs, entropy, micro
 
 
@@ -51,8 +52,12 @@ def reference() -> Any:
     return plain.load(SETTINGS)
 
 
-def test_packed_equals_unpacked(scorer: Any, reference: Any) -> None:
-    batch = make_batch()
+@pytest.mark.parametrize(
+    "batch",
+    [make_batch(), with_kept_ids(make_batch()), with_kept_ids(make_batch(), num_whole=20)],
+    ids=["whole", "kept", "mixed"],
+)
+def test_packed_equals_unpacked(scorer: Any, reference: Any, batch: Batch) -> None:
     logprobs, entropy, micro = packed(scorer, batch)
     result = dict(zip(micro.source.tolist(), zip(logprobs, entropy, strict=True), strict=True))
     loss: Any = 0.0
@@ -106,6 +111,35 @@ def test_temperature_and_entropy_gradients() -> None:
 def test_without_a_bonus_the_entropy_is_a_metric_alone(scorer: Any) -> None:
     _, entropy, _ = packed(scorer, make_batch())
     assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_over_kept_ids_are_those_of_masked_logits(temperature: float) -> None:
+    """Of log-probabilities and entropies, in float64: equal to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(6, 40, generator=generator, dtype=torch.float64)
+    targets = torch.tensor([0, 39, 7, 7, 20, 1])
+    rows = [[0], [3, 39, 4], [7, 1, 2, 3], [6, 7], [*range(40)], []]
+    kept = torch.full((6, 40), -1, dtype=torch.int32)
+    masked = torch.zeros(6, 40, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        kept[index, : len(row)] = torch.tensor(row)
+        masked[index, row or slice(None)] = True
+
+    def results(scores: Any) -> list[Any]:
+        leaf = logits.clone().requires_grad_()
+        logprobs, entropies = scores(leaf)
+        weights = torch.linspace(-1, 1, 6)
+        loss = (logprobs * weights).sum() + (entropies * weights**2).sum()
+        return [logprobs, entropies, *torch.autograd.grad(loss, [leaf])]
+
+    def plainly(leaf: Any) -> tuple[Any, Any]:
+        table = (leaf / temperature).masked_fill(~masked, -1e9).log_softmax(-1)
+        return table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+    computed = results(lambda leaf: head.kept_scores_of(leaf, targets, kept, temperature, True))
+    for result, expected in zip(computed, results(plainly), strict=True):
+        assert torch.allclose(result.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])

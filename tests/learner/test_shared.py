@@ -113,7 +113,7 @@ def test_small_common_beginning_counts_for_each_sample(
         assert len(micro.ids) <= max(lengths) + slack
 
 
-def test_siblings_that_fit_are_in_one_micro_batch_and_are_divided_for_more_ranks() -> None:
+def test_siblings_share_a_micro_batch_unless_ranks_would_be_idle() -> None:
     """Two groups of four: a prompt of 40 tokens, which each continues by 10."""
     shared = [0, 40, 40, 40, 0, 40, 40, 40]
     first, second = [0, 1, 2, 3], [4, 5, 6, 7]

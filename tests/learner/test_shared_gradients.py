@@ -15,7 +15,7 @@ from agentloop.learner.batch import Batch, make_micro_batch, normalized_weights
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, LossSettings
-from tests.learner.ranks import make_siblings
+from tests.learner.ranks import make_siblings, with_kept_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.gate]
 torch.set_num_threads(1)  # on a busy machine, threads that wait for each other cost minutes
@@ -28,17 +28,20 @@ def scores_and_gradients(settings: LearnerSettings, batch: Batch, *, share: bool
     samples = range(len(batch.lengths))
     micro = make_micro_batch(batch, samples, normalized_weights(batch, samples), share=share)
     inputs = (micro.ids, micro.positions, micro.predictors, micro.targets)
-    scores = torch.stack(scorer(*map(torch.from_numpy, inputs), micro.segments))
+    kept = None if micro.kept is None else torch.from_numpy(micro.kept)
+    scores = torch.stack(scorer(*map(torch.from_numpy, inputs), micro.segments, kept))
     (scores * torch.from_numpy(micro.weights * micro.advantages)).sum().backward()
     by_token = torch.zeros(2, len(batch.ids))
     by_token[:, torch.from_numpy(micro.source)] = scores.detach()
     return by_token, [parameter.grad for parameter in scorer.parameters()], len(micro.ids)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_scores_and_gradients_are_those_of_each_sample_by_itself(checkpointing: bool) -> None:
+@pytest.mark.parametrize(("checkpointing", "is_cut"), [(False, False), (True, False), (True, True)])
+def test_scores_and_gradients_are_those_of_each_sample_by_itself(
+    checkpointing: bool, is_cut: bool
+) -> None:
     settings = SETTINGS.model_copy(update={"activation_checkpointing": checkpointing})
-    batch = make_siblings()
+    batch = with_kept_ids(make_siblings()) if is_cut else make_siblings()
     scores, gradients, num_tokens = scores_and_gradients(settings, batch, share=True)
     expected, remaining, num_apart = scores_and_gradients(settings, batch, share=False)
     assert num_tokens < 0.7 * num_apart

@@ -33,7 +33,7 @@ async def test_call_that_waits_while_the_pool_closes_is_cancelled() -> None:
         calls.message("1", "", None, None)
 
 
-async def test_cell_that_waits_for_a_worker_which_is_lost_has_no_result() -> None:
+async def test_cell_that_waits_for_a_lost_worker_has_no_result() -> None:
     calls = Calls(BARE)
     worker = PoolWorker(Link("x"), BARE)
     worker.free = 0

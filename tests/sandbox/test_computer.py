@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agentloop.sandbox import ComputerLimits, Pool, PoolSettings, ProgramUnsupported
 from agentloop.sandbox.computer import guest_files
 from agentloop.sandbox.computer.changes import ADDED, CHANGED, read_layer
-from agentloop.sandbox.computer.computer import HeadAndTail
+from agentloop.sandbox.computer.command import HeadAndTail
 from agentloop.sandbox.computer.machine import (
     ComputerSpec,
     machine_config,

@@ -26,6 +26,9 @@ def test_tag_depends_on_the_packages_and_not_on_their_order() -> None:
     assert len(tags) == 4
     assert image_tag(["a", "b"]) == image_tag(["b", "a"])
     assert image_tag([]) == image_tag()
+    debian = image_tag(["debian:a", "debian:b"])
+    assert debian == image_tag(["debian:b", "debian:a"])
+    assert debian not in {*tags, image_tag(["debian:a"])}
 
 
 def test_tag_depends_on_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,6 +154,7 @@ def test_without_pip_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"packages": ["--index-url=http://x"]}, "--index-url=http://x' is not a valid"),
         ({"packages": ["a", "../b"]}, "'../b' is not a valid requirement"),
         ({"packages": ["a"], "image": "mine"}, "not to 'mine'"),
+        ({"packages": ["debian:g++; rm"]}, "is not a valid requirement"),
     ],
 )
 def test_packages_are_checked(settings: dict[str, object], says: str) -> None:

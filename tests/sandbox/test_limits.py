@@ -62,7 +62,7 @@ PRINTS = "import sys\nfor _ in range(400): sys.stdout.write('\\0' * 10000)"
     ("code", "stdin", "memory_mib"),
     [("print(1)", "x" * 8_000_000, 16), (f"{PRINTS}; sys.stderr.write('\\0' * 10000)", "", 64)],
 )
-async def test_input_and_output_need_not_fit_into_the_memory_of_a_call(
+async def test_input_and_output_may_exceed_a_calls_memory(
     code: str, stdin: str, memory_mib: int
 ) -> None:
     """The worker holds them: of a program that takes little memory it must not run out."""
@@ -73,7 +73,7 @@ async def test_input_and_output_need_not_fit_into_the_memory_of_a_call(
         assert pool.stats()["lost"] == 0
 
 
-async def test_refused_limit_stays_in_force_only_where_it_allows_as_much() -> None:
+async def test_refused_limit_fails_unless_a_larger_is_in_force() -> None:
     link = Link("1")
     limits: list[int] = []
     is_refused = False
@@ -126,7 +126,7 @@ async def test_processes_of_a_call_have_its_memory_together(pool: Pool) -> None:
     assert (await pool.run(fits, memory_mib=500, timeout_s=50)).status is CallStatus.OK
 
 
-async def test_cell_may_name_its_memory_and_the_next_has_the_pools(pool: Pool) -> None:
+async def test_memory_limit_of_a_cell_ends_with_it(pool: Pool) -> None:
     async with pool.session() as session:
         assert (await session.run(take(200), memory_mib=100)).status is CallStatus.OOM
         assert (await session.run(take(200))).result == "200"
@@ -190,7 +190,7 @@ async def check_memory_after_names(settings: PoolSettings) -> None:
             assert (result.result, result.attempt) == ("100", 1), result
 
 
-async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+async def test_name_lookups_take_no_memory_from_the_next_call() -> None:
     """The kernel keeps them, and counts them as memory of the worker's."""
     await check_memory_after_names(BARE)
 
@@ -214,7 +214,7 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroup]:
     outer.remove()
 
 
-async def test_call_is_not_judged_for_memory_that_the_machine_has_not(outer: Cgroup) -> None:
+async def test_call_is_not_blamed_for_a_machine_without_memory(outer: Cgroup) -> None:
     outer.limit_memory(300 * MIB)
     async with Pool(SINGLE) as pool:
         result = await pool.run(take(400))
@@ -321,7 +321,7 @@ for _ in range(6):
 """
 
 
-async def test_session_stands_still_between_its_cells_and_goes_on_with_the_next(
+async def test_session_stands_still_between_its_cells(
     alone: Pool,
 ) -> None:
     async with alone.session() as session:
@@ -414,7 +414,7 @@ def test_container_is_limited_to_one_call() -> None:
 
 
 @pytest.mark.parametrize("uids", [UIDS, REMAPPED_UIDS])
-def test_uid_of_calls_and_the_next_are_in_range_and_nobody_elses(uids: range) -> None:
+def test_uids_of_calls_are_pairs_within_the_range(uids: range) -> None:
     drawn = [random_uid(uids) for _ in range(1000)]
     assert all(uid in uids and uid + 1 in uids for uid in drawn)
     assert all((uid - uids.start) % 2 == 0 for uid in drawn)
@@ -498,7 +498,7 @@ def test_call_can_not_stop_who_kills_it() -> None:
     assert done.stdout == b"alive (0, 0, 0)\n"
 
 
-def test_link_put_in_the_place_of_a_directory_is_not_followed(
+def test_link_in_place_of_a_directory_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link is placed between the check of the directory and its opening."""

@@ -204,7 +204,7 @@ async def test_long_output_is_not_cut_inside_a_character(
     assert len(head.encode()) + num_left_out + len(tail.encode()) == result.stdout_bytes
 
 
-async def test_output_that_a_kill_has_cut_ends_with_a_whole_character(pool: Pool) -> None:
+async def test_output_cut_by_a_kill_ends_with_a_whole_character(pool: Pool) -> None:
     half = "import os, time\nos.write(1, 'x\u00e9'.encode()[:2])\n"
     assert (await pool.run(f"{half}time.sleep(60)", timeout_s=1)).stdout == "x"
     assert (await pool.run(f"{half}time.sleep(0)")).stdout == "x\ufffd"  # the program's own end
@@ -378,7 +378,7 @@ async def test_worker_is_recycled_beside_a_session_that_lives_on(
         assert (await pool.run("1")).ok
 
 
-async def test_workers_are_added_for_sessions_and_closed_when_nobody_needs_them(
+async def test_workers_are_added_for_sessions_and_closed_when_unneeded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.sandbox.pool.SURPLUS_S", 0.04)
@@ -413,7 +413,7 @@ class Breaking:
             yield link
 
 
-async def test_whatever_keeps_a_worker_from_starting_its_place_is_not_given_up(
+async def test_unexpected_failures_to_start_a_worker_keep_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures: list[Exception] = [
@@ -482,7 +482,7 @@ async def test_call_that_loses_two_workers_the_second_alone_is_killed(
     assert "it vanished" in result.error.message
 
 
-async def test_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_moment(
+async def test_call_is_not_blamed_if_other_workers_are_lost_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = await vanish(monkeypatch, Vanishing(together=True), 2)
@@ -516,7 +516,7 @@ def test_worker_runs_one_call_at_a_time() -> None:
     assert near.given(*calls) == [0, 1, 1, None]
 
 
-def test_session_owns_its_worker_and_its_cells_wait_for_their_turn() -> None:
+def test_cells_of_a_session_wait_for_their_turn() -> None:
     near = Grants(3, max_running=2)
     session = near.ask(Need.SESSION)
     assert near.given(session) == [0]
@@ -534,7 +534,7 @@ def test_session_owns_its_worker_and_its_cells_wait_for_their_turn() -> None:
     assert near.given(near.ask()) == [0]
 
 
-def test_session_waits_for_an_idle_worker_and_calls_behind_it_do_not_pass_it() -> None:
+def test_later_calls_do_not_overtake_a_waiting_session() -> None:
     near = Grants(1, max_running=1)
     first, session, second = near.ask(), near.ask(Need.SESSION), near.ask()
     assert near.given(first, session, second) == [0, None, None]
@@ -581,7 +581,7 @@ async def test_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) 
         assert (await pool.run("1")).ok
 
 
-async def test_worker_that_answers_lives_until_it_has_been_silent_for_some_beats(
+async def test_worker_lives_until_it_was_silent_for_some_beats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.01)
@@ -613,7 +613,7 @@ def change_workers(monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: 
     monkeypatch.setattr(backend, "_read_worker", lambda: sources)
 
 
-async def test_call_that_takes_a_zygote_with_it_is_judged_for_its_memory(
+async def test_call_that_kills_its_zygote_is_judged_by_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel ends a zygote if nothing else is left in the cgroup to end."""

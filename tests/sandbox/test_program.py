@@ -229,7 +229,7 @@ async def test_program_ends_with_its_owner() -> None:
         await process.aclose()
 
 
-async def test_entry_ends_if_its_owner_goes_before_there_is_a_job() -> None:
+async def test_entry_ends_if_its_owner_leaves_before_a_job() -> None:
     done = subprocess.run(  # noqa: ASYNC221 - it ends at once
         [sys.executable, "-I", "-S", "-c", ENTRY], stdin=subprocess.DEVNULL, check=False
     )

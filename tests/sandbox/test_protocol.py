@@ -45,11 +45,13 @@ def test_nonsense_is_refused(data: bytes, why: str) -> None:
     stdin=st.binary(),
     timeout_s=st.floats(0, 3600),
     lasting=st.booleans(),
+    native=st.booleans(),
     memory_bytes=st.integers(0, 1 << 50),
 )
 @settings(deadline=None)
 def test_job_is_unpacked_as_it_was_packed(
-    code: str, stdin: bytes, timeout_s: float, lasting: bool, memory_bytes: int
+    code: str, stdin: bytes, timeout_s: float, lasting: bool, native: bool, memory_bytes: int
 ) -> None:
-    packed = pack_job(code, timeout_s, lasting, memory_bytes)
-    assert unpack_job(packed + stdin) == Job(code, timeout_s, lasting, memory_bytes, stdin)
+    packed = pack_job(code, timeout_s, lasting, native, memory_bytes)
+    job = Job(code, timeout_s, lasting, native, memory_bytes, stdin)
+    assert unpack_job(packed + stdin) == job

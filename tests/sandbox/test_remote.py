@@ -219,7 +219,7 @@ async def lost_by(session: Session) -> LostBy:
     return lost.value.by
 
 
-async def test_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
+async def test_session_that_ended_itself_on_a_host_is_reported() -> None:
     async with host() as far, over(far) as pool:
         async with pool.session() as session:
             assert (await session.run("import os; os._exit(1)")).exit_code == 1
@@ -232,7 +232,7 @@ async def test_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
         assert (await pool.run("1")).ok
 
 
-async def test_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> None:
+async def test_session_lost_with_a_hosts_worker_blames_nobody() -> None:
     async with host() as far, over(far) as pool, pool.session() as session:
         await session.run("x = 1")
         far.pool._queue.workers[0].link.lose("it died")
@@ -240,7 +240,7 @@ async def test_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> None
         assert session.lost_by is LostBy.INFRASTRUCTURE
 
 
-async def test_after_a_cancelled_cell_on_a_host_the_session_is_lost() -> None:
+async def test_cancelled_cell_on_a_host_loses_the_session() -> None:
     async with host() as far, over(far) as pool, pool.session() as session:
         await session.run("1")
         async with anyio.create_task_group() as group:
@@ -252,7 +252,7 @@ async def test_after_a_cancelled_cell_on_a_host_the_session_is_lost() -> None:
         assert far.pool.stats()["lost"] == 0
 
 
-async def test_session_that_is_closed_while_a_host_has_none_free_is_not_opened() -> None:
+async def test_closed_session_stops_waiting_for_a_free_host() -> None:
     async with host(max_sessions=1) as far, over(far) as pool, over(far) as another:
         async with pool.session() as first, anyio.create_task_group() as group:
             await first.run("1")
@@ -307,7 +307,7 @@ async def test_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.Monk
                 pass
 
 
-async def test_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> None:
+async def test_overloaded_host_is_reported_and_queue_times_are_added() -> None:
     async with host(workers=1) as far, over(far) as pool:
         far.pool._calls.MAX_WAITING = 1
         results: list[CallResult] = []

@@ -483,7 +483,7 @@ async def test_link_full_of_frames_lets_others_run(pool: Pool) -> None:
         group.cancel_scope.cancel()
 
 
-async def test_responses_that_a_link_does_not_read_are_counted_and_bounded(pool: Pool) -> None:
+async def test_unread_responses_of_a_link_are_counted_and_bounded(pool: Pool) -> None:
     held = HeldBytes(50_000)
     refused = encode({"op": "run", "id": 1, "code": None})
     flood: Any = Flood(refused, most=5000)
@@ -581,7 +581,7 @@ async def test_foreign_pages_are_refused(pool: Pool, client: Client, header: str
     assert pool.stats()["calls"] == before
 
 
-def test_guard_with_a_token_takes_any_name_and_one_without_only_its_own() -> None:
+def test_only_guards_with_a_token_accept_any_host_name() -> None:
     right, wrong = {"Authorization": "Bearer t"}, {"Authorization": "Bearer u"}
     for name in ("10.0.0.7:8010", "[::1]:8010", "node-4:8010", "box.lan"):
         for guard in (Guard("0.0.0.0", "t"), Guard("127.0.0.1", "t")):
@@ -621,8 +621,8 @@ async def test_code_judges_batches_keep_their_order(client: Client, form: str) -
         {"type": "python", "solution": f"print({n})", "expected_output": str(n % 40)}
         for n in range(50)
     ]
-    requests[7] = {"type": "cpp", "solution": "int main() {}"}
-    requests[8] = {"type": "math", "solution": "1", "expected_output": "1"}
+    for index in (7, 8):
+        requests[index] = {"type": "math", "solution": "1", "expected_output": "1"}
     body = {"type": "batch", "sub_id": "all", "submissions": requests}
     _, judged = await client.post(f"/judge/{form}", body)
     _, ran = await client.post(f"/run/{form}", body)
@@ -642,6 +642,7 @@ async def test_code_judges_own_client_takes_every_answer(client: Client, path: s
     for first in (
         {"type": "python", "solution": "1"},
         {"type": "cpp", "solution": "1"},
+        {"type": "math", "solution": "1"},
         {"type": "python", "solution": "1", "options": {"a": "b"}},
         {"type": "python", "solution": "1 / 0"},
         {"type": "python", "solution": "#" * (9 << 20)},
@@ -649,8 +650,8 @@ async def test_code_judges_own_client_takes_every_answer(client: Client, path: s
         _, answer = await client.post(path, first)
         fields = ["sub_id", "success", "run_success", "cost", "reason"]
         assert list(answer) == fields + ["stdout", "stderr"] * (path == "/run")
-    _, answer = await client.post("/run", {"type": "cpp", "solution": "1"})
-    assert answer["stderr"] == "the type 'cpp' is not supported here, only 'python'"
+    _, answer = await client.post("/run", {"type": "math", "solution": "1"})
+    assert answer["stderr"] == "the type 'math' is not supported here, only 'python' and 'cpp'"
 
 
 async def test_code_judge_keeps_the_first_characters(pool: Pool) -> None:
@@ -703,7 +704,7 @@ async def test_code_judge_says_what_went_wrong(pool: Pool) -> None:
         ({"code": FOREVER, "run_timeout": 2}, "Failed", ("TimeLimitExceeded", None, "begun\n")),
         ({"code": "x = b'1' * 10**8", "memory_limit_MB": 10}, "Failed", ("Finished", 1, "")),
         ({"code": "x = b'1' * 10**8", "memory_limit_MB": 10**6}, "Success", ("Finished", 0, "")),
-        ({"code": "1", "language": "cpp"}, "SandboxError", None),
+        ({"code": "1", "language": "rust"}, "SandboxError", None),
         ({"code": "1", "memory_limit_MB": 512.0}, "Success", ("Finished", 0, "")),
         ({"code": "1", "files": {"a": "Yg=="}}, "SandboxError", None),
     ],
@@ -718,7 +719,7 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
         assert (run["status"], run["return_code"], run["stdout"]) == ran
 
 
-async def test_sandbox_fusion_answers_with_all_of_an_output_or_not_at_all(client: Client) -> None:
+async def test_sandbox_fusion_never_answers_with_partial_output(client: Client) -> None:
     _, answer = await client.post("/run_code", {"code": "print('x' * 5_000_000)"})
     assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
     assert answer["message"].startswith("the output has 5000001 bytes; the maximum is")

@@ -57,7 +57,7 @@ async def lost_by(session: Session) -> LostBy:
         ("print('x' * 10_000_000)", CallStatus.OUTPUT_LIMIT),
     ],
 )
-async def test_cell_that_ends_its_process_is_answered_and_known_for_it(
+async def test_session_ended_by_its_cell_is_lost_by_its_program(
     pool: Pool, cell: str, status: CallStatus
 ) -> None:
     async with pool.session() as session:
@@ -114,7 +114,7 @@ async def test_after_a_cancelled_cell_only_its_session_is_lost(
     assert pool.stats()["lost"] == 0
 
 
-async def test_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
+async def test_abandoning_an_unsent_first_cell_keeps_the_session() -> None:
     settings = BARE.model_copy(update={"workers": 1})
     async with Pool(settings) as pool, pool.session() as session:
         async with anyio.create_task_group() as group:
@@ -137,7 +137,7 @@ async def test_session_lost_with_its_worker_is_nobody_s_doing() -> None:
 
 
 @pytest.mark.parametrize(("num_ended", "by"), [(1, LostBy.INFRASTRUCTURE), (2, LostBy.PROGRAM)])
-async def test_session_whose_cells_end_two_workers_is_lost_by_its_program(
+async def test_session_that_ends_two_workers_is_lost_by_its_program(
     monkeypatch: pytest.MonkeyPatch, num_ended: int, by: LostBy
 ) -> None:
     submit = Link.submit
@@ -215,7 +215,7 @@ def test_interrupt_is_for_one_cell_alone() -> None:
     assert done.stdout.splitlines() == lines
 
 
-async def test_cell_that_leaves_its_time_behind_stops_and_the_next_is_whole(pool: Pool) -> None:
+async def test_late_interrupt_of_a_cell_does_not_harm_the_next(pool: Pool) -> None:
     """The interrupt of a cell may arrive at its very end, before the next one."""
     async with pool.session() as session:
         await session.run("import time")
@@ -341,7 +341,7 @@ for _ in range(8):
 """
 
 
-async def test_session_whose_children_take_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
+async def test_session_that_reaps_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
     """Its cells are answered later than any other call. That is no sign of a worker that hangs."""
     assert GRACE_S > 2 * (START_S + INTERRUPT_GRACE_S)
     num_lost = pool.stats()["lost"]

@@ -72,7 +72,7 @@ def limit(pids: Iterable[int], which: int, number: int) -> None:
 
 
 @needs_root
-async def test_worker_that_could_not_fork_is_of_use_again_or_replaced() -> None:
+async def test_worker_that_could_not_fork_recovers_or_is_replaced() -> None:
     """No call is judged for that. A limit on the processes of a user does not bind root."""
     remaining = set(children(os.getpid()))
     async with Pool(SINGLE) as pool:

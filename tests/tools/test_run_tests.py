@@ -45,9 +45,7 @@ def test_tests_that_pass_are_not_flaky(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_test_that_passes_at_its_second_or_third_run_is_flaky(
-    tmp_path: Path, failures: int
-) -> None:
+def test_test_that_passes_when_repeated_is_flaky(tmp_path: Path, failures: int) -> None:
     program = PASSES + FLAKY.format(number=1, failures=failures)
     assert run(tmp_path, program) == ["test_program.py::test_flaky[0]"]
 

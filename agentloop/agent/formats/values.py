@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 Parsed = tuple[str, dict[str, object], str | None]
-Schemas = Mapping[str, Mapping[str, Any]]
+Schemas = Mapping[str, Mapping[str, object]]
 """JSON schemas of the parameters of tools, by the tools' names."""
 
 _MAX_DEPTH = 100
@@ -185,7 +185,7 @@ def _key(node: ast.expr | None) -> str:
 class ArgumentTypes:
     """The types of a tool's arguments, by the JSON schema of its parameters."""
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, parameters: Mapping[str, object]) -> None:
         self._root = parameters
         self._schemas: dict[str, list[object]] = {}
         self._others: list[object] = []  # schemas of arguments with other names

@@ -23,7 +23,7 @@ from agentloop.agent.sessions.history import (
     reasoning_of,
 )
 from agentloop.plain_json import dumps
-from agentloop.trajectory import Message, StopReason, Trajectory, Turn
+from agentloop.trajectory import Message, StopReason, Trajectory, TruncatedTurn, Turn
 
 Alike = Callable[[Message, Message], bool]
 """Returns whether the chat template writes a client's message like the one that was sampled."""
@@ -365,7 +365,7 @@ def _no_hash() -> hashlib.blake2b:
 
 def copy_turn(turn: Turn) -> Turn:
     """Return a copy of a turn, which its stream, if it still runs, does not extend."""
-    return replace(
+    copied = replace(
         turn,
         output_ids=[*turn.output_ids],
         logprobs=[*turn.logprobs],
@@ -373,3 +373,6 @@ def copy_turn(turn: Turn) -> Turn:
         versions=turn.versions_until(len(turn.output_ids)),
         observation_ids=[*turn.observation_ids],
     )
+    if isinstance(copied, TruncatedTurn):
+        copied.kept = copied.kept.copy()
+    return copied

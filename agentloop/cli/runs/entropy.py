@@ -133,7 +133,7 @@ def as_data(
     groups: Sequence[int],
     weights: Path,
     temperature: float,
-) -> JsonObject:
+) -> dict[str, object]:
     """Return the analysis as plain data: entropies in nats, shares from 0 to 1."""
     kinds = analyze(scored)
     num_marked = sum(figures.num_marked for figures in kinds.values())
@@ -164,7 +164,7 @@ def as_data(
     }
 
 
-def _figures(figures: KindFigures | TokenFigures, num_marked: int) -> JsonObject:
+def _figures(figures: KindFigures | TokenFigures, num_marked: int) -> dict[str, object]:
     return {
         "num_tokens": figures.num,
         "num_marked": figures.num_marked,
@@ -192,7 +192,7 @@ def _print(data: JsonObject) -> None:
     console.print_table(columns, rows, numbers=columns[2:])
 
 
-def _row(kind: Kind, token: str, figures: JsonObject) -> tuple[str, ...]:
+def _row(kind: Kind, token: str, figures: dict[str, object]) -> tuple[str, ...]:
     return (
         str(kind),
         token,

@@ -255,7 +255,7 @@ def _metrics_table(path: Path) -> Iterator[str]:
             yield f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
 
 
-def _rows(path: Path) -> Iterable[JsonObject]:
+def _rows(path: Path) -> Iterable[dict[str, object]]:
     if not path.is_file():
         return
     for line in path.read_text("utf-8").splitlines():

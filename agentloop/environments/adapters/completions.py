@@ -13,7 +13,6 @@ from typing import Literal
 
 from agentloop.agent.tools import CallerTool, Schema
 from agentloop.environments.agent import Agent
-from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message, StopReason, ToolCall
 
 __all__ = ["Completion", "complete", "openai_call"]
@@ -44,7 +43,7 @@ class Completion:
         }
 
 
-def openai_call(id: str, name: str, arguments: Mapping[str, object]) -> JsonObject:
+def openai_call(id: str, name: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """Return a tool call in OpenAI's form."""
     return {
         "id": id,

@@ -9,8 +9,9 @@
 
 The tests are never in the agent's computer, and its processes never in theirs, so it can neither
 read them nor outlive its end. Programs and libraries of the image are the image's again when the
-tests run, whatever the agent has put in their place. What it has added is there: whoever runs a
-program that the agent has installed, or its code, in the process that decides, trusts it.
+tests run, whatever the agent has put in their place, or before them in a search path. What it has
+added otherwise is there: whoever runs a program that the agent has installed, or its code, in the
+process that decides, trusts it; also a test.sh that runs `python -m` in a folder of the agent's.
 
 Not covered: compose files, tasks of several steps, MCP servers, GPUs, health checks, verifiers with
 an environment of their own, allow-lists of hosts. A task that needs one is refused.
@@ -22,8 +23,8 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Set
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +44,23 @@ __all__ = ["HarborTask", "task"]
 LOGS = "/logs/verifier"
 MAX_REWARD_BYTES = 64 << 10
 PROGRAMS = ("/bin", "/sbin", "/lib", "/usr", "/opt/venv")  # /lib64 begins with one of them
-# Files that every program of a kind loads when it starts.
-LOADED_BY_ALL = ("/sitecustomize.py", "/usercustomize.py", "/etc/ld.so.preload", "/etc/environment")
+# What every program of a kind loads when it starts.
+LOADED_BY_ALL = re.compile(
+    r".*(/sitecustomize\..*|/usercustomize\..*|\.pth|/entry_points\.txt|/__pycache__(/.*)?)"
+    r"|/etc/(ld\.so\..*|environment)"
+    r"|/(pytest\.ini|\.pytest\.ini|conftest\.py|pyproject\.toml|tox\.ini|setup\.(cfg|py))"
+    r"|(/usr|/opt/venv)(/.*)?/(pyvenv\.cfg|python3\d+\.zip)"
+)
+# Where programs and modules are searched for, by name.
+SEARCHED = re.compile(
+    r"(?:/usr|/bin|/sbin|/opt/venv|/root/\.local|/home/[^/]+/\.local)(?:/.*?)?"
+    r"/(bin|sbin|(?:site|dist)-packages|python3\.\d+)/(?!(?:site|dist)-packages)([^/]+).*"
+)
+LIST_NAMES = """
+ls -A /bin /sbin /usr/sbin /usr/local/bin /usr/local/sbin /opt/venv/bin /usr/lib/python3.* \
+    /usr/local/lib/python3.* /usr/lib/python3/dist-packages /opt/venv/lib/python3.* \
+    /usr/local/lib/python3.*/*-packages /opt/venv/lib/python3.*/site-packages 2>/dev/null; true
+"""
 MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 UNSUPPORTED = ("healthcheck", "mcp_servers", "gpus", "skills_dir", "allowed_hosts", "tpu")
 
@@ -173,8 +189,8 @@ async def task(
 
     Args:
         folder: a task's folder, or one that has them.
-        network: network of the engine for tasks that allow the internet, such as `bridge`; by
-            default they have none.
+        network: `allow:HOST[:PORT],...`, or a network of the engine such as `bridge`, for tasks
+            that allow the internet; by default they have none.
         command_timeout_s: time limit of each of the agent's commands.
         oracle: run the task's solution before the agent begins.
     """
@@ -192,21 +208,33 @@ async def task(
         workdir=machine.workdir,
         env={name: _filled(value) for name, value in machine.env.items()},
     ) as box:
+        listed = await box.execute(["/bin/sh", "-c", LIST_NAMES], user="root")
+        keep = partial(_is_kept, frozenset(listed.stdout.split()))
         if oracle:
             await _solve(box, path, config)
         await agent.run(task.prompt, tools=[Bash(box, timeout_s=command_timeout_s), EditFile(box)])
         try:
             await box.kill_processes()
-            async with box.fork(_is_kept) as judge:
+            async with box.fork(keep) as judge:
                 return await _judge(judge, path, config)
         except OSError as error:  # by what the agent has done to its computer
             return Reward(0.0, None, f"its files cannot be judged: {error}")
 
 
-def _is_kept(path: str, is_added: bool) -> bool:
-    """Return whether the tests see what the agent has made of a path."""
-    if path.endswith(LOADED_BY_ALL):
+def _is_kept(names: Set[str], path: str, is_added: bool) -> bool:
+    """Return whether the tests see what the agent has made of a path.
+
+    Args:
+        names: names of the image's programs and modules.
+    """
+    if LOADED_BY_ALL.fullmatch(path):
         return False
+    if found := SEARCHED.fullmatch(path):
+        kind, name = found.groups()
+        module = name.partition(".")[0]
+        modules = () if kind in ("bin", "sbin") else (module, f"{module}.py")
+        if is_added and not names.isdisjoint((name, *modules)):
+            return False
     return is_added or not path.startswith(PROGRAMS)
 
 

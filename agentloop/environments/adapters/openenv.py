@@ -5,6 +5,11 @@
 If the server's actions are calls of MCP tools, the model gets those tools; otherwise it writes each
 action as text or JSON. The reward is the sum of the rewards of the steps. An episode that the
 server ends without any is an error; of one that the model leaves before its end, it is 0.
+
+Several servers with a shell take the reward from a file that the model can write
+(https://github.com/huggingface/OpenEnv/issues/1199). Of a server whose state has the results of its
+checks (`verify_results`), the reward is the share that has passed, whatever it says itself. Others
+are believed.
 """
 
 from __future__ import annotations
@@ -71,9 +76,11 @@ async def episode(
             form = f"Write each message as a JSON object: {json.dumps(session.schema)}"
             instructions = "\n\n".join(part for part in (system, "" if field else form) if part)
             await agent.run(opening, system=instructions or None, reply=act)
+        share = await session.share_of_checks() if game.is_done else None
     if game.is_done and not game.rewards:
         raise RuntimeError("openenv: the episode is done, and no step of it had a reward")
-    return {"reward": sum(game.rewards), "steps": game.num_steps}
+    reward = sum(game.rewards) if share is None else share
+    return {"reward": reward, "steps": game.num_steps}
 
 
 class _Game:

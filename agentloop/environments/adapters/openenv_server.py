@@ -70,7 +70,7 @@ class OpenEnvSession:
             async with socket:
                 yield cls(socket, schema, timeout_s)
 
-    async def request(self, kind: str, data: object) -> JsonObject:
+    async def request(self, kind: str, data: object = None) -> JsonObject:
         """Send a message, and return the observation, reward and end in the answer.
 
         Raises:
@@ -81,17 +81,31 @@ class OpenEnvSession:
         """
         try:
             with anyio.fail_after(self._timeout_s):
-                await self._socket.send_json({"type": kind, "data": data})
+                message: JsonObject = (
+                    {"type": kind} if data is None else {"type": kind, "data": data}
+                )
+                await self._socket.send_json(message)
                 answer = await self._socket.receive()
         except ConnectionError as error:
             raise ServerUnavailable(f"openenv: {kind}: {error}") from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ServerUnavailable(f"openenv: the server closed the connection at {kind}")
         response = json.loads(answer.data)
-        payload: JsonObject = response.get("data") or {}
+        payload: dict[str, object] = response.get("data") or {}
         if response.get("type") != "error":
             return payload
-        message = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
+        problem = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
         if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
-            raise InvalidAction(message)
-        raise RuntimeError(f"openenv: {kind}: {message} ({payload.get('code')})")
+            raise InvalidAction(problem)
+        raise RuntimeError(f"openenv: {kind}: {problem} ({payload.get('code')})")
+
+    async def share_of_checks(self) -> float | None:
+        """Return the share of the server's checks that have passed; None if it does not tell."""
+        try:
+            checks = (await self.request("state")).get("verify_results")
+        except RuntimeError:  # it has no state, or none that is JSON
+            return None
+        if not isinstance(checks, list) or not checks:
+            return None
+        passed = [isinstance(check, dict) and check.get("success") is True for check in checks]
+        return sum(passed) / len(passed)

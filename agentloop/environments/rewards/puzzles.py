@@ -115,7 +115,7 @@ def _verdict(result: CallResult, mark: str, family: str) -> tuple[float, str]:
     return float(value), f"{family} scores it {value:g}"
 
 
-def _last_line(stdout: str, mark: str) -> JsonObject | None:
+def _last_line(stdout: str, mark: str) -> dict[str, object] | None:
     line = stdout.rstrip("\n").rpartition("\n")[2]
     try:
         outcome = json.loads(line.removeprefix(mark)) if line.startswith(mark) else None

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Self
 
 import pydantic
@@ -342,7 +343,7 @@ def _read_reasoning_gym(settings: TasksSettings) -> Iterator[Task]:
             )
 
 
-def _package(name: str, *, extra: str) -> Any:
+def _package(name: str, *, extra: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
@@ -395,7 +396,7 @@ def _first(row: Mapping[str, Any], field: str, names: Sequence[str], where: str)
     raise DataError(f"{where}: {_missing(field, names, 'field', row, nulls)}")
 
 
-def _value(row: Mapping[str, Any], name: str) -> object:
+def _value(row: Mapping[str, object], name: str) -> object:
     """Return a field, or the field b of the field a if the name is a.b; None if there is none."""
     if name in row:
         return row[name]

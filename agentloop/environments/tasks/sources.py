@@ -181,7 +181,7 @@ class TaskSource(ABC):
         self._check(cursor)
         self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
 
-    def _check(self, cursor: JsonObject) -> None:
+    def _check(self, cursor: dict[str, object]) -> None:
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "tasks: they are not those that the run began with: use the same files, unchanged, "
@@ -243,7 +243,7 @@ class _GeneratedTasks(TaskSource):
 class TaskList:
     """The tasks that a function returns, all at once: it is called when they are read."""
 
-    def __init__(self, function: Callable[..., Iterable[Any]]) -> None:
+    def __init__(self, function: Callable[..., Iterable[object]]) -> None:
         self.function = function
 
     def __iter__(self) -> Iterator[Any]:
@@ -338,7 +338,7 @@ class _SplitTasks(TaskSource):
     def cursor(self) -> JsonObject:
         return {**self._training.cursor(), "fingerprint": self.fingerprint}
 
-    def go_to(self, cursor: JsonObject) -> None:
+    def go_to(self, cursor: dict[str, object]) -> None:
         self._check(cursor)
         self._training.go_to({**cursor, "fingerprint": self._training.fingerprint})
 

@@ -71,6 +71,7 @@ class SGLangServer(WeightUpdates):
         rank: int | None = None,
         num_top_logprobs: int = 0,
         prompt_logprobs: bool = False,
+        kept_ids: bool = False,
     ) -> None:
         """Stream the continuation of `ids`; return after the chunk that has `end` set.
 
@@ -81,6 +82,8 @@ class SGLangServer(WeightUpdates):
             rank: The data-parallel rank that serves it; None: the server chooses.
             num_top_logprobs: Number of most likely tokens reported for each token.
             prompt_logprobs: Whether the first chunk has the log-probabilities of `ids` as well.
+            kept_ids: Whether chunks have the ids that could be sampled for each token, and the
+                log-probabilities of the distribution over them.
 
         Raises:
             ServerRefused: The server answered with an error.
@@ -90,9 +93,11 @@ class SGLangServer(WeightUpdates):
             "input_ids": ids,
             "sampling_params": params,
             "stream": True,
-            "return_logprob": True,
+            "return_logprob": not kept_ids or num_top_logprobs > 0 or prompt_logprobs,
             "rid": rid,
         }
+        if kept_ids:
+            body["return_sampling_mask"] = True
         if num_top_logprobs:
             body["top_logprobs_num"] = num_top_logprobs
         if prompt_logprobs:

@@ -59,7 +59,7 @@ class ControlClient:
         path: str,
         body: object,
         timeout_s: float,
-    ) -> Any:
+    ) -> object:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from agentloop.errors import ServerUnavailable
+from agentloop.kept_ids import MAX_KEPT_IDS
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import TurnEnd, VersionSpan
 
@@ -57,6 +58,7 @@ class Chunk:
     num_retractions: int = 0  # times the server retracted it from its batch; in the last chunk
     error: str | None = None  # the server's message, with TurnEnd.ABORT
     top_logprobs: Sequence[TopLogprobs] = ()  # for each id, if requested
+    kept: Sequence[list[int]] = ()  # the ids that could be sampled for each id, if requested
     prompt: PromptLogprobs | None = None  # in the first chunk, if requested
 
 
@@ -178,7 +180,12 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
     ids: list[int] = []
     logprobs: list[float] = []
     top: list[TopLogprobs] = []
+    kept: list[list[int]] = []
     version, num_cached = "", 0
+
+    def chunk() -> Chunk:
+        return Chunk(ids, logprobs, version, cached_tokens=num_cached, top_logprobs=top, kept=kept)
+
     try:
         for payload in payloads:
             if payload == b"[DONE]":
@@ -188,28 +195,32 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
             if (finish := meta["finish_reason"]) is not None:
                 _check_accepted(finish)
             if ids and _version(meta) != version:
-                chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
-                ids, logprobs, top = [], [], []
+                chunks.append(chunk())
+                ids, logprobs, top, kept = [], [], [], []
             version, num_cached = _version(meta), int(meta.get("cached_tokens") or 0)
             # With `--incremental-streaming-output` a frame has only new ids, otherwise all so far:
             # counting from the end works for both.
             if num_new := meta["completion_tokens"] - num_tokens:
                 num_tokens += num_new
                 new_ids = frame["output_ids"][-num_new:]
-                new_logprobs = meta["output_token_logprobs"][-num_new:]
+                if (masks := meta.get("output_token_sampling_mask")) is None:
+                    new_logprobs = [entry[0] for entry in meta["output_token_logprobs"][-num_new:]]
+                else:
+                    new_logprobs = meta["output_token_sampling_logprobs"][-num_new:]
+                    kept += _checked_kept(masks[-num_new:], new_ids)
                 if not len(new_ids) == len(new_logprobs) == num_new:
                     raise InvalidFrame(f"{num_new} new tokens announced, {len(new_ids)} received")
                 ids += _checked_ids(new_ids)
-                logprobs += _checked_logprobs([entry[0] for entry in new_logprobs])
+                logprobs += _checked_logprobs(new_logprobs)
                 if "output_top_logprobs" in meta:
                     top += map(_top_logprobs, meta["output_top_logprobs"][-num_new:])
             if finish is not None:
-                chunks.append(_last_chunk(ids, logprobs, top, meta))
+                chunks.append(_last_chunk(ids, logprobs, top, kept, meta))
                 return chunks
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidFrame(f"{type(error).__name__}: {error}") from error
     if ids:
-        chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
+        chunks.append(chunk())
     return chunks
 
 
@@ -239,6 +250,13 @@ def _checked_logprobs(logprobs: list[object]) -> list[float]:
                 f"a log-probability is {logprob!r}: the server's logits are not finite"
             )
     return logprobs  # type: ignore[return-value]
+
+
+def _checked_kept(rows: list[list[object]], ids: list[object]) -> list[list[int]]:
+    for id, row in zip(ids, rows, strict=True):
+        if id not in row or len(row) > MAX_KEPT_IDS or {*map(type, row)} != {int}:
+            raise InvalidFrame(f"output_token_sampling_mask: {row!s:.100} of id {id!r}")
+    return rows  # type: ignore[return-value]
 
 
 def _top_logprobs(entries: Sequence[Sequence[Any]] | None) -> TopLogprobs:
@@ -273,7 +291,11 @@ def _check_accepted(finish: object) -> None:
 
 
 def _last_chunk(
-    ids: list[int], logprobs: list[float], top: list[TopLogprobs], meta: JsonObject
+    ids: list[int],
+    logprobs: list[float],
+    top: list[TopLogprobs],
+    kept: list[list[int]],
+    meta: JsonObject,
 ) -> Chunk:
     finish = meta["finish_reason"]
     kind = finish["type"]
@@ -290,4 +312,5 @@ def _last_chunk(
         num_retractions=int(meta.get("num_retractions") or 0),
         error=finish.get("message"),
         top_logprobs=top,
+        kept=kept,
     )

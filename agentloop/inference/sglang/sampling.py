@@ -43,6 +43,26 @@ class Sampling(pydantic.BaseModel):
         description="Random seed. SGLang only uses it with deterministic inference.",
     )
 
+    _records_kept_ids: bool = pydantic.PrivateAttr(False)
+
+    @property
+    def truncates(self) -> bool:
+        """True if top-p, top-k or min-p is set."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def records_kept_ids(self) -> bool:
+        """True if servers are to report the kept ids."""
+        return self._records_kept_ids
+
+    def for_training(self) -> Sampling:
+        """Return them for rollouts to train on."""
+        if not self.truncates:
+            return self
+        copied = self.model_copy()
+        copied._records_kept_ids = True
+        return copied
+
     def of_group(self, name: str) -> Sampling:
         """Return the parameters for a group, with a seed derived from its name if there is one.
 

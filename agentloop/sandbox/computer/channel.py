@@ -137,6 +137,8 @@ class ComputerChannel(asyncio.Protocol):
     def send(self, message: JsonObject, data: bytes = b"") -> None:
         """Send a frame. Raises ComputerLost."""
         self.check()
+        if self.disconnected.is_set():
+            return  # `watch` finds out why
         assert self._transport is not None
         body = orjson.dumps(message)
         self._transport.write(HEADER.pack(len(body), len(data)) + body + data)
@@ -186,7 +188,6 @@ class FileRequest:
         self._chunks: list[bytes] = []
         self._error = bytearray()
         self._num_sent = 0
-        self._is_owed = False
         channel.send({"op": "file", "id": self._request.id, "kind": kind, "user": user, **fields})
 
     def _take(self, stream: int, data: bytes) -> None:
@@ -194,6 +195,7 @@ class FileRequest:
             self._chunks.append(data)
         else:
             self._error += data[: (16 << 10) - len(self._error)]
+            self._ask_more(2)
 
     async def feed(self, data: bytes) -> None:
         """Send bytes, and wait until the child has taken them."""
@@ -216,8 +218,7 @@ class FileRequest:
         while True:
             while self._chunks:
                 yield self._chunks.pop(0)
-                if self._request.done is None:
-                    self._send("more")
+                self._ask_more(1)
             if self._request.done is not None:
                 break
             self._channel.check()
@@ -248,6 +249,10 @@ class FileRequest:
         if self._request.done is None and not self._channel.lost.is_set():
             self._send("kill")
         self._channel.close(self._request)
+
+    def _ask_more(self, stream: int) -> None:
+        if self._request.done is None:
+            self._channel.send({"op": "more", "id": self._request.id, "stream": stream})
 
     def _send(self, op: str, data: bytes = b"") -> None:
         self._channel.send({"op": op, "id": self._request.id}, data)

@@ -13,7 +13,8 @@ gone, and not by what ran in it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,16 +25,19 @@ import aiodocker
 import aiohttp
 import anyio
 import orjson
+from anyio.abc import SocketListener, SocketStream
 
 from agentloop.sandbox.computer.changes import ADDED, list_changes
-from agentloop.sandbox.computer.channel import ComputerEnded, FileRequest
+from agentloop.sandbox.computer.channel import FileRequest
+from agentloop.sandbox.computer.command import Command, CommandResult
 from agentloop.sandbox.computer.fleet import Fleet
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.proxy import relay, serving
 from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ComputerLost
-from agentloop.sandbox.results import CallStatus
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 
 KEPT_BYTES = 32 << 10
@@ -56,62 +60,6 @@ NOT_CHANGED = (
 KeepChange = Callable[[str, bool], bool]
 
 _shell_ids = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """The end of a command.
-
-    Attributes:
-        status: OK, ERROR (another exit status than 0), KILLED (by a signal that was not ours), OOM,
-            TIMEOUT or OUTPUT_LIMIT.
-        exit_status: the shell's number for it; None if it was ended at a limit.
-        stdout, stderr: the first and the last 32 KiB of each. Background processes write to the
-            same, so the next command has what they wrote meanwhile.
-        truncated: whether output was omitted from the middle.
-        shell_ended: whether the shell ended with it, such as by `exit`: the next command runs in a
-            new one, with the first directory and environment.
-    """
-
-    status: CallStatus
-    exit_status: int | None
-    stdout: str
-    stderr: str
-    stdout_bytes: int
-    stderr_bytes: int
-    truncated: bool
-    shell_ended: bool
-    elapsed_s: float
-
-    @property
-    def ok(self) -> bool:
-        return self.status is CallStatus.OK
-
-
-class HeadAndTail:
-    """The first and the last bytes of a stream, and how many there were."""
-
-    def __init__(self, num_kept: int) -> None:
-        self.num_bytes = 0
-        self._num_kept = num_kept
-        self._head, self._tail = bytearray(), bytearray()
-
-    def add(self, data: bytes) -> None:
-        self.num_bytes += len(data)
-        room = self._num_kept - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:] if room > 0 else data
-        del self._tail[: -self._num_kept]
-
-    @property
-    def is_truncated(self) -> bool:
-        return self.num_bytes > len(self._head) + len(self._tail)
-
-    @property
-    def text(self) -> str:
-        omitted = self.num_bytes - len(self._head) - len(self._tail)
-        middle = f"\n[{omitted} bytes omitted]\n".encode() if omitted else b""
-        return bytes(self._head + middle + self._tail).decode("utf-8", "replace")
 
 
 class ComputerShell:
@@ -153,81 +101,18 @@ class ComputerShell:
         if len(text) > MAX_CODE_BYTES or b"\0" in text:
             raise ValueError(f"command: at most {MAX_CODE_BYTES} bytes, none of them a NUL")
         async with self._lock:  # no deadline: each command has one
-            return await self._run(text, timeout_s, max_output_bytes, on_output)
-
-    async def _run(
-        self,
-        text: bytes,
-        timeout_s: float,
-        max_output_bytes: int,
-        on_output: Callable[[int, bytes], None] | None,
-    ) -> CommandResult:
-        channel = self._box._machine.channel
-        streams = HeadAndTail(KEPT_BYTES), HeadAndTail(KEPT_BYTES)
-        is_flooded = False
-
-        def take(stream: int, data: bytes) -> None:
-            nonlocal is_flooded
-            streams[stream - 1].add(data)
-            is_flooded = sum(kept.num_bytes for kept in streams) > max_output_bytes
-            if on_output is not None:
-                on_output(stream, data)
-
-        request = channel.open(take)
-        began = anyio.current_time()
-        limit: CallStatus | None = None
-        try:
-            channel.send({"op": "run", "id": request.id, "shell": self._id, **self._start}, text)
-            with anyio.move_on_after(timeout_s) as deadline:
-                while request.done is None and not is_flooded:
-                    channel.check()
-                    await request.changed()
-            if request.done is None:
-                is_late = deadline.cancelled_caught
-                limit = CallStatus.TIMEOUT if is_late else CallStatus.OUTPUT_LIMIT
-            for stage, patience_s in STAGES:
-                if request.done is None:
-                    channel.send({"op": "signal", "shell": self._id, "stage": stage})
-                    with anyio.move_on_after(patience_s):
-                        await channel.until_done(request)
-            if request.done is None:
-                # Its programs have taken all of its time.
-                channel.lose("its first process did not answer", by_program=True)
-                channel.check()
-            done = request.done or {}
-        except ComputerEnded as error:
-            done = {"status": 137, "oom": False, "ended": True, "error": error.strerror}
-        except BaseException:
-            if request.done is None and not channel.lost.is_set():
-                channel.send({"op": "signal", "shell": self._id, "stage": "end"})
-                self._id = next(_shell_ids)
-            raise
-        finally:
-            channel.close(request)
-        if done["ended"]:
-            self._id = next(_shell_ids)
-        if reason := done.get("error"):
-            streams[1].add(f"agentloop: {reason}\n".encode())
-        stdout, stderr = streams
-        return CommandResult(
-            limit or _status_of(done["status"], done["oom"]),
-            None if limit else done["status"],
-            stdout.text,
-            stderr.text,
-            stdout.num_bytes,
-            stderr.num_bytes,
-            stdout.is_truncated or stderr.is_truncated,
-            done["ended"],
-            anyio.current_time() - began,
-        )
-
-
-def _status_of(exit_status: int, is_oom: bool) -> CallStatus:
-    if exit_status == 0:
-        return CallStatus.OK
-    if is_oom:
-        return CallStatus.OOM
-    return CallStatus.KILLED if 128 < exit_status <= 192 else CallStatus.ERROR
+            channel = self._box._machine.channel
+            run = Command(channel, timeout_s, max_output_bytes, KEPT_BYTES, on_output)
+            shell: JsonObject = {"shell": self._id}
+            stop = [({"op": "signal", "stage": stage, **shell}, time_s) for stage, time_s in STAGES]
+            is_ended = True  # unless it returns
+            try:
+                result = await run.until_ended({"op": "run", **shell, **self._start}, text, stop)
+                is_ended = result.shell_ended
+                return result
+            finally:
+                if is_ended:
+                    self._id = next(_shell_ids)
 
 
 @dataclass(frozen=True)
@@ -266,6 +151,11 @@ class Computer:
         self._fleet, self._machine = fleet, machine
         self._shell = self.shell()
 
+    @property
+    def container_name(self) -> str:
+        """The engine's name of the container."""
+        return self._machine.name
+
     # -- commands -----------------------------------------------------------------------------
 
     async def run(
@@ -291,6 +181,40 @@ class Computer:
         """Return a further shell, which starts with its first command."""
         merged = {**self.env, **(env or {})}
         return ComputerShell(self, user or self.user, workdir or self.workdir, merged)
+
+    async def execute(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run a program with its arguments, without a shell, and return how it ended.
+
+        At a limit it is killed with the processes that it has started. The exit status is 127 if
+        there is no such program or directory, 126 if it cannot be run. The whole output is kept.
+
+        Args:
+            max_output_bytes: limit of stdout and stderr together, at which it is killed.
+            user, workdir: by default the computer's.
+            env: variables beside the computer's.
+
+        Raises:
+            ComputerLost: the computer is gone.
+            ValueError: there is no command, or a NUL in a string.
+        """
+        variables = {**self.env, **(env or {})}
+        if not command or any("\0" in text for text in (*command, *variables, *variables.values())):
+            raise ValueError("command: a program is needed, and strings without a NUL")
+        begin: JsonObject = {"op": "file", "kind": "execute", "user": user or self.user}
+        begin |= {"argv": list(command), "cwd": self._absolute(workdir or ""), "env": variables}
+        limits = timeout_s, max_output_bytes, max_output_bytes
+        run = Command(self._machine.channel, *limits, stdin=stdin)
+        return await run.until_ended(begin, b"", [({"op": "kill"}, ENGINE_TIMEOUT_S)])
 
     async def kill_processes(self) -> None:
         """Kill all processes, background ones and shells included; the files stay."""
@@ -412,6 +336,33 @@ class Computer:
             yield file
         finally:
             file.close()
+
+    # -- ports --------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def port(self, port: int) -> AsyncIterator[str]:
+        """Lead a port of this machine's loopback to one of its own; yield `127.0.0.1:NUMBER`.
+
+        Where nothing listens, connections are closed at once. What answers is the computer's:
+        follow no redirects. If the computer is lost meanwhile, the end raises ComputerLost.
+        """
+        machine = self._machine
+        machine.channel.check()
+
+        async def handle(near: SocketStream) -> None:
+            async with await machine.sockets.connect(port) as far:
+                await relay(near, far, near)
+
+        with socket.create_server(("127.0.0.1", 0)) as outer:
+            address = f"127.0.0.1:{outer.getsockname()[1]}"
+            listener = await SocketListener.from_socket(outer.detach())
+        try:
+            async with serving(machine.tasks, listener, handle):
+                yield address
+        except Exception:
+            machine.channel.check()  # which would say nothing about its programs
+            raise
+        machine.channel.check()
 
     # -- snapshots ----------------------------------------------------------------------------
 

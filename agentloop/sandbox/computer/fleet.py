@@ -27,6 +27,12 @@ import anyio
 import orjson
 from anyio.abc import TaskGroup
 
+from agentloop.sandbox.computer.images import (
+    BUILT_LABEL,
+    IMAGE_NAME,
+    bound_images,
+    mark_used,
+)
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
 from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.computer.toolbox import make_toolbox
@@ -40,7 +46,6 @@ from agentloop.sandbox.settings import PoolSettings
 
 log = logging.getLogger("sandbox")
 
-IMAGE_NAME = "agentloop-task"
 NUM_WARM = 1  # of each image that is in use, at least
 MAX_WARM_SPECS = 8
 UNUSED_S = 120.0
@@ -110,15 +115,19 @@ class Fleet:
 
     async def build_image(self, folder: Path, timeout_s: float) -> str:
         """Build an image from a folder with a Dockerfile, unless the engine has it."""
+        docker = self.engine.docker
         with TemporaryFile() as context:
             await anyio.to_thread.run_sync(partial(pack_folder, folder, context, keeps_times=False))
             digest = await anyio.to_thread.run_sync(hashlib.file_digest, context, "sha256")
             name = f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
             async with self._building:  # no deadline: each build has one
                 try:
-                    if not await has_image(self.engine.docker, name):
+                    if await has_image(docker, name):
+                        await mark_used(docker, name)
+                    else:
                         context.seek(0)
-                        await run_build(self.engine.docker, context, name, {}, timeout_s)
+                        await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
+                        await bound_images(docker, self._settings.built_images_gib * (1 << 30))
                 except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                     raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
         return name

@@ -4,12 +4,16 @@ It runs as root, by the interpreter that is mounted beside it (toolbox.py), and 
 one connection. When that ends it exits, and the kernel ends every other process of the container.
 
     host ──> run {id, shell, user, cwd, env} command   signal {shell, stage}
-             file {id, kind, user, ...}   data {id} bytes   eof {id}   more {id}   kill {id}
+             file {id, kind, user, ...}   data {id} bytes   eof {id}   more {id, stream}   kill {id}
              kill_all {id}   freeze   thaw
          <── ready   out {id, stream} bytes   ack {id}   done {id, ...}
 
+Over a second connection it passes a new socket of the computer's network for each byte that comes:
+the host's proxy listens there, and connects to ports (proxy.py).
+
 A frame is two lengths, JSON, and bytes. What comes from a file waits for `more`, and what goes to
-one for `ack`, chunk by chunk, so that neither end holds more than one.
+one for `ack`, chunk by chunk, so that neither end holds more than one. A program without a shell is
+a `file` of the kind `execute`.
 
 Processes of the computer have a smaller bounding set of capabilities than this one. So its root can
 neither trace it nor read its memory or descriptors, and the kernel shields the first process of a
@@ -37,6 +41,7 @@ from agentloop.sandbox.worker.kernel import descendants, parents
 HEADER = struct.Struct(">II")
 CHUNK_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 1 << 20
+MAX_PIPE_BYTES = 1 << 20  # what a program may enlarge its pipes to
 KEPT_BETWEEN_BYTES = 16 << 10  # of what background processes write while no command runs
 CONTROL_FD = 9  # the largest number that every shell can redirect
 OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
@@ -174,11 +179,12 @@ def start(
 
 
 class FileJob:
-    """A child that does something with files."""
+    """A child that does something with files, or becomes a program."""
 
     def __init__(self, guest: Guest, request: GuestRequest) -> None:
         self.id = request["id"]
-        self.guest, self._open = guest, 3
+        self.guest = guest
+        self._num_oom_kills = count_oom_kills()
         in_r, in_w = os.pipe2(os.O_CLOEXEC)
         out_r, out_w = os.pipe2(os.O_CLOEXEC)
         err_r, err_w = os.pipe2(os.O_CLOEXEC)
@@ -187,7 +193,7 @@ class FileJob:
             with open(0, "rb", closefd=False) as data, open(1, "wb", closefd=False) as out:
                 FILE_KINDS[request["kind"]](request, data, out)
 
-        self.status = 1
+        self.status, self.is_oom = 1, False
         self.pid = start({0: in_r, 1: out_w, 2: err_w}, request["user"], main)
         for fd in (in_r, out_w, err_w):
             os.close(fd)
@@ -222,13 +228,20 @@ class FileJob:
                 self._close(stream)
         if parts:
             self.guest.send({"op": "out", "id": self.id, "stream": stream}, b"".join(parts))
-            if stream in self._outs and stream == 1:
+            if stream in self._outs:
                 self.guest.loop.unwatch(fd)
         self.guest.settle(self)
 
-    def more(self) -> None:
-        if 1 in self._outs:
-            self.guest.loop.watch(self._outs[1], lambda: self._read(1))
+    def more(self, stream: int) -> None:
+        if stream in self._outs:
+            self.guest.loop.watch(self._outs[stream], lambda: self._read(stream))
+
+    def kill(self) -> None:
+        """Kill the child, and the processes that it has started."""
+        if self.pid:
+            for pid in (*descendants(self.pid), self.pid, -self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _close(self, stream: int) -> None:
         fd = self._outs.pop(stream)
@@ -237,7 +250,15 @@ class FileJob:
 
     def exited(self, status: int) -> None:
         self.status, self.pid = status, 0
+        self.is_oom = count_oom_kills() > self._num_oom_kills
         self.data.close()
+        for stream in list(self._outs):
+            # What it has written. Who else holds the pipe could write for ever.
+            for _ in range(MAX_PIPE_BYTES // CHUNK_BYTES + 1):
+                if stream in self._outs:
+                    self._read(stream)
+            if stream in self._outs:
+                self._close(stream)
         self.guest.settle(self)
 
     @property
@@ -271,10 +292,8 @@ class Shell:
             env = {"HOME": home, "USER": login, "LOGNAME": login, "TERM": "dumb"}
             env = {**guest.environment, **env, **request["env"]}
             path = find_shell()
-            options = (
-                ["--noprofile", "--norc", "--noediting", "-i"] if path.endswith("bash") else ["-i"]
-            )
-            os.execve(path, [path, *options], env)
+            options = BASH_OPTIONS if path.endswith("bash") else []
+            os.execve(path, [path, *options, "-i"], env)
 
         fds = {0: in_r, 1: out_w, 2: err_w, CONTROL_FD: ctl_w}
         self.pid = start(fds, request["user"], main, request["cwd"])
@@ -405,12 +424,12 @@ def count_oom_kills() -> int:
 class Guest:
     """The requests, and what they are about."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, sockets: socket.socket) -> None:
         self.loop = Loop()
         self.environment = dict(os.environ)
         self.shells: dict[int, Shell] = {}
         self.jobs: dict[int, FileJob] = {}
-        self._connection = connection
+        self._connection, self._sockets = connection, sockets
         self._buffer = bytearray()
         self._out = Outlet(self.loop, connection.fileno(), self._resume)
         self._paused: list[tuple[int, Callable[[], None]]] = []
@@ -422,6 +441,7 @@ class Guest:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.loop.watch(wakeup_r, lambda: self._reap(wakeup_r))
         self.loop.watch(self._connection.fileno(), self._receive)
+        self.loop.watch(self._sockets.fileno(), self._pass_socket)
         self.send({"op": "ready"})
         while True:
             self.loop.step()
@@ -487,9 +507,9 @@ class Guest:
                     elif op == "eof":
                         job.end_data()
                     elif op == "more":
-                        job.more()
-                    elif job.pid:
-                        os.kill(job.pid, signal.SIGKILL)
+                        job.more(request["stream"])
+                    else:
+                        job.kill()
             case "kill_all":
                 self._signal_all(signal.SIGKILL)
                 self._until_alone()
@@ -498,6 +518,17 @@ class Guest:
                 self._signal_all(signal.SIGSTOP)
             case "thaw":
                 self._signal_all(signal.SIGCONT)
+
+    def _pass_socket(self) -> None:
+        """Make a TCP socket, and pass it to the host."""
+        if not self._sockets.recv(1):
+            os._exit(0)  # our owner is gone
+        try:
+            with socket.socket() as made:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", made.fileno()))
+                self._sockets.sendmsg([b"\0"], [rights])
+        except OSError:  # there are too many, or this kernel passes none to its host
+            self._sockets.send(b"\0")
 
     def _signal_all(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -532,13 +563,15 @@ class Guest:
 
     def settle(self, job: FileJob) -> None:
         if job.is_over and self.jobs.pop(job.id, None) is not None:
-            self.send({"op": "done", "id": job.id, "status": job.status})
+            done = {"status": job.status, "oom": job.is_oom, "ended": False}
+            self.send({"op": "done", "id": job.id, **done})
 
 
 def main() -> None:
     """Connect to the host, and serve it."""
     tarfile.grp = tarfile.pwd = None  # type: ignore[attr-defined]  # numbers alone
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(sys.argv[1])
-    connection.setblocking(False)
-    Guest(connection).serve()
+    connection, sockets = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    for end in (connection, sockets):
+        end.connect(sys.argv[1])
+        end.setblocking(False)
+    Guest(connection, sockets).serve()

@@ -1,4 +1,4 @@
-"""Users and files of a computer, as its first process (guest.py) sees them.
+"""Users, files and programs of a computer, as its first process (guest.py) sees them.
 
 Whatever names a path runs in a child without privileges and descriptors, so that /proc/self/mem is
 not the first process.
@@ -161,6 +161,19 @@ def apply_changes(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
     _extract(data, "/")
 
 
+def execute(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+    """Become a program. Where that fails, it ends with the numbers that shells have for it."""
+    _, _, _, home, login = find_user(request["user"])
+    env = {**os.environ, "HOME": home, "USER": login, "LOGNAME": login, **request["env"]}
+    program, *_ = argv = request["argv"]
+    try:
+        os.chdir(request["cwd"])
+        os.execvpe(program, argv, env)
+    except OSError as error:
+        os.write(2, f"{error.filename or program}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
 def _extract(data: BinaryIO, folder: str) -> None:
     def members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         for member in tar:
@@ -194,4 +207,5 @@ FILE_KINDS: dict[str, Callable[[GuestRequest, BinaryIO, BinaryIO], None]] = {
     "unpack": unpack,
     "pack_changes": pack_changes,
     "apply_changes": apply_changes,
+    "execute": execute,
 }

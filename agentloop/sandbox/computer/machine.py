@@ -10,7 +10,8 @@ with these differences, since whole programs run in it, as its root if need be:
     system calls      those of a worker, and sockets, terminals, locks and System V's; no other
                       families of sockets than Unix, IP and netlink, no io_uring, bpf, keys or
                       namespaces
-    network           loopback alone, or a network of the engine that the caller names
+    network           loopback alone, and a proxy there if the caller lists hosts (proxy.py); or a
+                      network of the engine that the caller names
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,10 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from agentloop.sandbox.backend import read_profile
 from agentloop.sandbox.computer import toolbox
 from agentloop.sandbox.computer.channel import ComputerChannel
+from agentloop.sandbox.computer.egress import PREFIX, AllowList
+from agentloop.sandbox.computer.proxy import (
+    ENVIRONMENT,
+    PORT,
+    EgressProxy,
+    GuestSockets,
+    serving,
+)
 from agentloop.sandbox.container import NEVER_ENDED, ContainerEngine, create_container, walls
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.owner import make_dir
@@ -110,17 +121,29 @@ class ComputerSpec:
     network: str
     limits: ComputerLimits
 
+    def __post_init__(self) -> None:
+        _ = self.allowed  # raises ValueError
+
+    @property
+    def allowed(self) -> AllowList | None:
+        """The hosts that it may reach, where they are listed."""
+        return AllowList.parse(self.network) if self.network.startswith(PREFIX) else None
+
 
 @dataclass(frozen=True, eq=False)
 class ComputerMachine:
     """A container with its first process; it is removed when its channel is lost.
 
     Attributes:
+        sockets: those of its network.
+        tasks: the tasks that end with it.
         config: the image's configuration.
     """
 
     spec: ComputerSpec
     channel: ComputerChannel
+    sockets: GuestSockets
+    tasks: TaskGroup
     name: str
     config: Mapping[str, Any]
 
@@ -146,6 +169,7 @@ def machine_config(
         "User": "0:0",
         "WorkingDir": "/",
         "Hostname": "computer",
+        "Env": ENVIRONMENT if spec.allowed else [],
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": common
         | {
@@ -155,7 +179,7 @@ def machine_config(
             "CapAdd": [*CAPS, *caps],
             "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_computer_profile()}"],
             "NanoCpus": int(limits.cpus * 1e9),
-            "NetworkMode": spec.network,
+            "NetworkMode": "none" if spec.allowed else spec.network,
             "IpcMode": "private",
             "Mounts": [_mount(folder, SOCKET_FOLDER), _mount(tools, toolbox.INSIDE)],
         },
@@ -188,8 +212,11 @@ async def start_machine(
         inner.mkdir(mode=0o755)
         path = inner / "computer"
         loop = asyncio.get_running_loop()
-        server = await loop.create_unix_server(lambda: channel, str(path))
+        server = socket.socket(socket.AF_UNIX)
         try:
+            server.setblocking(False)
+            server.bind(str(path))
+            server.listen(2)
             os.chmod(path, 0o777)
             container_config = machine_config(spec, settings, inner, tools, engine.caps)
             async with AsyncExitStack() as stack:
@@ -201,6 +228,10 @@ async def start_machine(
                     )
                     await container.start()
                     with anyio.move_on_after(settings.start_timeout_s):
+                        connection, _ = await loop.sock_accept(server)
+                        await loop.connect_accepted_socket(lambda: channel, connection)
+                        sockets = GuestSockets((await loop.sock_accept(server))[0])
+                        stack.callback(sockets.close)
                         await channel.ready_or_lost.wait()
                 if not channel.ready_or_lost.is_set() or channel.disconnected.is_set():
                     raise SandboxUnavailable(
@@ -209,7 +240,14 @@ async def start_machine(
                     )
                 server.close()  # before anything else runs inside
                 shutil.rmtree(outer)
-                yield ComputerMachine(spec, channel, f"agentloop-computer-{id}", config)
+                listener = await sockets.listen(PORT) if spec.allowed else None
+                tasks = await stack.enter_async_context(anyio.create_task_group())
+                stack.callback(tasks.cancel_scope.cancel)
+                if spec.allowed and listener:
+                    proxy = EgressProxy(spec.allowed)
+                    await stack.enter_async_context(serving(tasks, listener, proxy.handle))
+                name = f"agentloop-computer-{id}"
+                yield ComputerMachine(spec, channel, sockets, tasks, name, config)
         finally:
             server.close()
     finally:

@@ -37,6 +37,7 @@ import anyio
 from agentloop.child_environment import for_pip, for_system
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.settings import split_packages
 
 Progress = Callable[[str], None]
 
@@ -45,6 +46,7 @@ BASE_NAME = "agentloop-sandbox-base"
 DOCKERFILE = Path(__file__).with_name("Dockerfile")
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 SYSTEM_PACKAGES = ("python3",)
+INSTALL = "apt-get update && apt-get install -y --no-install-recommends"  # into a pulled base
 # What to take instead of an old release.
 NEWER = {"bullseye": "trixie", "bookworm": "trixie", "focal": "noble", "jammy": "noble"}
 LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
@@ -69,12 +71,13 @@ print(json.dumps({
 
 def image_tag(packages: Sequence[str] = ()) -> str:
     """Name and tag of the image that the present recipe makes with these packages added."""
-    recipe = DOCKERFILE.read_bytes() + REQUIREMENTS.read_bytes() + _base_recipe()
-    return f"{IMAGE_NAME}:{_short_hash(recipe + repr(sorted(packages)).encode())}"
+    wheels, debian = split_packages(packages)
+    recipe = DOCKERFILE.read_bytes() + REQUIREMENTS.read_bytes() + _base_recipe(debian)
+    return f"{IMAGE_NAME}:{_short_hash(recipe + repr(wheels).encode())}"
 
 
-def _base_recipe() -> bytes:
-    return repr((SYSTEM_PACKAGES, NEWER, LEFT_OUT)).encode()
+def _base_recipe(debian: Sequence[str]) -> bytes:
+    return repr(((*SYSTEM_PACKAGES, *debian), NEWER, LEFT_OUT)).encode()
 
 
 def _short_hash(recipe: bytes) -> str:
@@ -117,21 +120,24 @@ async def build_image(
     Raises:
         SandboxUnavailable: there is no base; the message says what to install.
     """
-    default = _dockerfile_base()
+    name, (wheels, debian) = image_tag(packages), split_packages(packages)
+    default, added = _dockerfile_base(), ""
     if await _can_pull(docker, base or default, progress):
         base = base or default
+        if debian:
+            added = f"RUN {INSTALL} {' '.join(debian)}\n"
     elif base:
         raise SandboxUnavailable(f"the base image {base} can't be pulled")
     else:
-        base = await _system_base(docker, progress)
+        base = await _system_base(docker, progress, debian)
     python = await _python_of(docker, base)
     with tempfile.TemporaryDirectory() as folder:
-        names = ", ".join([*_pinned(), *packages])
+        names = ", ".join([*_pinned(), *wheels])
         progress(f"Sandbox image, step 2 of 3: fetching {names}")
-        await _fetch(python, packages, Path(folder))
+        await _fetch(python, wheels, Path(folder))
         progress("Sandbox image, step 3 of 3: building it")
-        await _build(docker, base, python, Path(folder), image_tag(packages))
-    progress(f"The sandbox image is ready: {image_tag(packages)}")
+        await _build(docker, base, python, Path(folder), added, name)
+    progress(f"The sandbox image is ready: {name}")
 
 
 def _dockerfile_base() -> str:
@@ -153,12 +159,12 @@ async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> 
     return True
 
 
-async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
+async def _system_base(docker: aiodocker.Docker, progress: Progress, debian: Sequence[str]) -> str:
     """A base from system packages; the one that was made before, if it is there."""
-    name = f"{BASE_NAME}:{_short_hash(_base_recipe())}"
+    name = f"{BASE_NAME}:{_short_hash(_base_recipe(debian))}"
     if await has_image(docker, name):
         return name
-    commands = await anyio.to_thread.run_sync(_mmdebstrap_commands)
+    commands = await anyio.to_thread.run_sync(_mmdebstrap_commands, debian)
     progress(
         "Sandbox image, step 1 of 3, needed once: making a base from system packages, which takes "
         "about a minute"
@@ -174,7 +180,7 @@ async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
     raise SandboxUnavailable(f"mmdebstrap failed:\n{failure}\n{WITHOUT_IMAGE}")
 
 
-def _mmdebstrap_commands() -> list[list[str]]:
+def _mmdebstrap_commands(debian: Sequence[str]) -> list[list[str]]:
     """mmdebstrap to standard output, with this machine's package sources: first of a newer release
     where the machine's is old, then of its own."""
     if shutil.which("mmdebstrap") is None:
@@ -188,7 +194,7 @@ def _mmdebstrap_commands() -> list[list[str]]:
     sources = [str(path) for name in names if (path := Path("/etc/apt", name)).is_file()]
     if not suite or not sources:
         raise SandboxUnavailable("mmdebstrap needs a Debian or Ubuntu with its package sources")
-    include = f"--include={','.join(SYSTEM_PACKAGES)}"
+    include = f"--include={','.join([*SYSTEM_PACKAGES, *debian])}"
     exclude = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
     start = ["mmdebstrap", "--quiet", "--variant=minbase", include]
     commands = [[*start, *exclude, suite, "-", *sources]]
@@ -342,10 +348,10 @@ def _find_pip() -> list[str]:
 
 
 async def _build(
-    docker: aiodocker.Docker, base: str, python: Python, folder: Path, name: str
+    docker: aiodocker.Docker, base: str, python: Python, folder: Path, added: str, name: str
 ) -> None:
     with tempfile.TemporaryFile() as context:
-        await anyio.to_thread.run_sync(_pack, folder, context)
+        await anyio.to_thread.run_sync(_pack, folder, added, context)
         try:
             await run_build(docker, context, name, {"BASE": base, "TARGET": python.target})
         except SandboxUnavailable as error:
@@ -358,6 +364,8 @@ async def run_build(
     name: str,
     arguments: Mapping[str, str],
     timeout_s: float = BUILD_TIMEOUT_S,
+    *,
+    label: str = "",
 ) -> None:
     """Build an image from a tar with a Dockerfile.
 
@@ -372,6 +380,7 @@ async def run_build(
                 encoding="identity",
                 tag=name,
                 buildargs=dict(arguments),
+                labels={label: ""} if label else None,
                 stream=True,
                 timeout=None,
             )
@@ -385,8 +394,9 @@ async def run_build(
         raise SandboxUnavailable(f"the image {name} could not be built:\n{reason}") from error
 
 
-def _pack(folder: Path, context: IO[bytes]) -> None:
-    """The Dockerfile and the packages, owned by root."""
+def _pack(folder: Path, added: str, context: IO[bytes]) -> None:
+    """The Dockerfile, with lines added, and the packages, owned by root."""
+    (folder / "Dockerfile").write_text(DOCKERFILE.read_text() + added)
 
     def by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0
@@ -394,6 +404,6 @@ def _pack(folder: Path, context: IO[bytes]) -> None:
         return info
 
     with tarfile.open(fileobj=context, mode="w") as tar:
-        tar.add(DOCKERFILE, "Dockerfile", filter=by_root)
+        tar.add(folder / "Dockerfile", "Dockerfile", filter=by_root)
         tar.add(folder / "site", "site", filter=by_root)
     context.seek(0)

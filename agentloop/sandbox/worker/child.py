@@ -41,6 +41,7 @@ from agentloop.sandbox.worker.wire import (
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
 MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
+HARD_BYTES = 0  # the most address space that a call may have, likewise
 CALL_OOM_SCORE = 1000
 REPORT_HEADROOM_BYTES = 8 << 20  # of address space, to report a MemoryError
 
@@ -55,10 +56,10 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
     area = mmap.mmap(REPORT_FD, wire.REPORT_BYTES)
     if spec.kill_by != "uid":
         drop_privileges(spec)
-    variables: dict[str, Any] = sys.modules["__main__"].__dict__
+    variables: dict[str, object] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
-    interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
+    interrupt: object = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
         data = os.read(JOB_FD, wire.INLINE_JOB)
@@ -77,8 +78,10 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
         if stdin is not None or num_cells:  # else it is /dev/null already
             give_stdin(stdin)
         limit_cpu(job.timeout_s, first=not num_cells)
-        if num_cells or job.memory_bytes != spec.memory_bytes:
+        if not job.native:
             limit_memory(job.memory_bytes, job.lasting)
+        else:  # node, for one, maps far more than it uses
+            lift_memory_limit()
         if not num_cells and (job.lasting or NEEDS_SEED.search(job.code)):
             seed_generators()
         if "fork" in job.code or "process" in job.code:
@@ -203,9 +206,17 @@ def limit_memory(num_bytes: int, lasting: bool) -> None:
     """Bound the address space, so that what one process allocates ends in a MemoryError. The
     cgroup bounds what the processes of a call hold together."""
     soft = MAPPED_BYTES + num_bytes
-    # A later cell of the session may have more.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + REPORT_HEADROOM_BYTES
+    hard = HARD_BYTES
+    if not lasting:
+        hard = min(soft + REPORT_HEADROOM_BYTES, hard)
+    elif (left := resource.getrlimit(resource.RLIMIT_AS)[1]) != resource.RLIM_INFINITY:
+        hard = min(left, hard)  # a later cell may have more, up to what its session has left
     set_limit(resource.RLIMIT_AS, min(soft, hard), hard)
+
+
+def lift_memory_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    set_limit(resource.RLIMIT_AS, hard, hard)
 
 
 def set_limit(which: int, soft: int, hard: int) -> None:
@@ -284,7 +295,7 @@ def run_lasting_cell(
         return 1, {}, ignore_interrupts()
 
 
-def ignore_interrupts() -> Any:
+def ignore_interrupts() -> object:
     """Ignore SIGINT; return the handler that was set."""
     handler = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -337,7 +348,7 @@ def is_of_call(filename: str) -> bool:
     return filename == NAME or filename.startswith("<cell ")
 
 
-def show_error(error: BaseException) -> dict[str, Any]:
+def show_error(error: BaseException) -> dict[str, object]:
     """The traceback as the author of the code would see it: no frame of ours."""
     trace = error.__traceback__
     while trace is not None and not is_of_call(trace.tb_frame.f_code.co_filename):
@@ -375,7 +386,7 @@ def finish_threads() -> None:
         pass
 
 
-def finish_variables(variables: dict[str, Any], code: str) -> None:
+def finish_variables(variables: dict[str, object], code: str) -> None:
     """Let go of the program's objects as an interpreter does at its end: files are written out,
     finalizers run."""
     try:
@@ -396,7 +407,7 @@ def finish_variables(variables: dict[str, Any], code: str) -> None:
 LINGERS = re.compile("open|__del__|weakref|yield|Wrapper|Writer|async")
 
 
-def write_report(area: mmap.mmap, report: dict[str, Any]) -> None:
+def write_report(area: mmap.mmap, report: dict[str, object]) -> None:
     data = json.dumps(report, ensure_ascii=False).encode("utf-8", "replace")
     if len(data) <= wire.REPORT_BYTES - wire.REPORT_START:
         area[wire.REPORT_START : wire.REPORT_START + len(data)] = data

@@ -30,7 +30,7 @@ class Connection:
     def fds(self) -> set[int]:
         return {self.read_fd, self.write_fd}
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, object]]:
         """Return the frames that have arrived. Raises EOFError if the supervisor is gone."""
         try:
             data = os.read(self.read_fd, 1 << 18)
@@ -52,7 +52,7 @@ class Connection:
             frames.append(json.loads(text))
         return frames
 
-    def send(self, frame: dict[str, Any]) -> None:
+    def send(self, frame: dict[str, object]) -> None:
         """Send a frame, however slowly the supervisor reads. Raises EOFError if it is gone."""
         if not any(map(_is_long, frame.values())):
             data = _to_json(frame).encode("utf-8", "replace")
@@ -73,7 +73,7 @@ class Connection:
                 raise EOFError from None
 
 
-def _is_long(value: Any) -> bool:
+def _is_long(value: object) -> bool:
     return isinstance(value, str) and len(value) > PIECE
 
 

@@ -81,7 +81,7 @@ def _num_continuing(data: bytearray) -> int:
 class Call:
     """A job on its way through a child."""
 
-    def __init__(self, frame: dict[str, Any], memory_bytes: int) -> None:
+    def __init__(self, frame: dict[str, Any], memory_bytes: int, counts_memory: bool) -> None:
         self.id: int = frame["id"]
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]
@@ -94,7 +94,9 @@ class Call:
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
         is_cell = self.session is not None
-        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, memory_bytes)
+        # Else nothing but the address space would limit its memory.
+        native = counts_memory and frame.get("native", False)
+        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, native, memory_bytes)
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
@@ -187,7 +189,7 @@ class Forked:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.done_fd)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the child's report. It is copied, since the child could truncate the file."""
         (size,) = REPORT_SIZE.unpack(os.pread(self.report_fd, REPORT_SIZE.size, STARTED.size))
         if not 0 < size <= REPORT_BYTES:
@@ -199,7 +201,7 @@ class Forked:
         return report if isinstance(report, dict) else {}
 
 
-def checked_error(error: Any) -> dict[str, Any] | None:
+def checked_error(error: object) -> dict[str, object] | None:
     """Return the child's report of its error in the form that the supervisor expects."""
     if not isinstance(error, dict):
         return None
@@ -212,7 +214,7 @@ def checked_error(error: Any) -> dict[str, Any] | None:
     }
 
 
-def split_status(status: int | None, report: dict[str, Any]) -> tuple[int | None, int | None]:
+def split_status(status: int | None, report: dict[str, object]) -> tuple[int | None, int | None]:
     """Return an exit code or a signal. Of a living session, its own report (`status` is None)."""
     if status is None:
         code = report.get("exit_code")

@@ -219,11 +219,11 @@ class WorkerServer:
             case "ping":
                 self.send({"op": "pong"})
 
-    def accept(self, frame: dict[str, Any]) -> None:
+    def accept(self, frame: dict[str, object]) -> None:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
         try:
-            call = Call(frame, self.spec.memory_bytes)
+            call = Call(frame, self.spec.memory_bytes, self.counters.exist)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
             reason = f"not a call: {error!r}"
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
@@ -250,7 +250,7 @@ class WorkerServer:
             child.session = None  # nobody asks any more how it ends
             self.kill(child, "cancelled")
 
-    def send(self, frame: dict[str, Any]) -> None:
+    def send(self, frame: dict[str, object]) -> None:
         try:
             self.supervisor.send(frame)
         except EOFError:

@@ -9,7 +9,6 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from agentloop.sandbox.worker.child import NAME, finish_variables, fork_hooks, open_output, run_cell
 from agentloop.sandbox.worker.kernel import libc
@@ -58,7 +57,7 @@ def load(modules: list[str]) -> None:
         import threading  # noqa: F401
 
         for module in modules:
-            scope: dict[str, Any] = {}
+            scope: dict[str, object] = {}
             with contextlib.suppress(ImportError):
                 exec(WARM_UP.get(module, f"import {module}"), scope)
 
@@ -83,7 +82,7 @@ def rehearse() -> None:
         try:
             for _ in range(REHEARSALS):
                 for code in REHEARSAL:
-                    variables: dict[str, Any] = {}
+                    variables: dict[str, object] = {}
                     run_cell(code, variables, NAME)
                     finish_variables(variables, code)
         finally:
@@ -120,7 +119,7 @@ def _make_immortal(count: int) -> None:
             field.value = count
 
 
-_kept: Any = None
+_kept: object = None
 
 
 def _fill_holes() -> None:

@@ -24,7 +24,7 @@ FORK = struct.Struct("<i")  # the child's number
 NEWS = struct.Struct("<iiidq")  # kind, number, pid or wait status, cpu_s, max rss in KiB
 NEWS_FORKED, NEWS_EXITED, NEWS_FAILED = 1, 2, 3
 
-JOB = struct.Struct("<d?QI")  # timeout_s, of a session, bytes of memory, bytes of code
+JOB = struct.Struct("<d??QI")  # timeout_s, of a session, native, bytes of memory, bytes of code
 INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file
 FILE_JOB = struct.Struct("<Q")  # bytes of standard input, which come first in the file
 
@@ -45,20 +45,21 @@ class Job(NamedTuple):
     code: str
     timeout_s: float
     lasting: bool  # one of a session's cells
+    native: bool  # becomes another program, whose address space says nothing of its memory
     memory_bytes: int
     stdin: bytes  # empty if it came as a file
 
 
-def pack_job(code: str, timeout_s: float, lasting: bool, memory_bytes: int) -> bytes:
+def pack_job(code: str, timeout_s: float, lasting: bool, native: bool, memory_bytes: int) -> bytes:
     text = code.encode("utf-8", "surrogatepass")
-    return JOB.pack(timeout_s, lasting, memory_bytes, len(text)) + text
+    return JOB.pack(timeout_s, lasting, native, memory_bytes, len(text)) + text
 
 
 def unpack_job(data: bytes) -> Job:
-    timeout_s, lasting, memory_bytes, size = JOB.unpack_from(data)
+    timeout_s, lasting, native, memory_bytes, size = JOB.unpack_from(data)
     end = JOB.size + size
     code = data[JOB.size : end].decode("utf-8", "surrogatepass")
-    return Job(code, timeout_s, lasting, memory_bytes, data[end:])
+    return Job(code, timeout_s, lasting, native, memory_bytes, data[end:])
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:

@@ -214,7 +214,8 @@ def set_limits(spec: Spec) -> None:
 
 
 def limit_address_space(spec: Spec) -> None:
-    """Limit the address space that a call may map beyond what it shares with the zygote."""
+    """Limit the address space that a call may map beyond what it shares with the zygote. Each call
+    lowers the hard limit as well, unless it becomes another program."""
     with open("/proc/self/statm") as f:
         child.MAPPED_BYTES = int(f.read().split()[0]) * resource.getpagesize()
     soft = child.MAPPED_BYTES + spec.memory_bytes
@@ -222,4 +223,5 @@ def limit_address_space(spec: Spec) -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     if limit != resource.RLIM_INFINITY:
         soft, hard = min(soft, limit), min(hard, limit)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    child.HARD_BYTES = hard
+    resource.setrlimit(resource.RLIMIT_AS, (soft, limit))

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -150,7 +149,7 @@ class PlacedRun:
         return self._placements[name].node
 
     async def leave_draining(
-        self, leave: Callable[[list[RunProcess]], Coroutine[Any, Any, None]]
+        self, leave: Callable[[list[RunProcess]], Coroutine[object, object, None]]
     ) -> None:
         """Give the processes of nodes that drain other placements, as soon as there is place for
         them, until cancelled.

@@ -23,6 +23,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -451,11 +453,9 @@ def require_ray() -> None:
     require("ray", {"ray": "places a run on a cluster, for cluster.address"})
 
 
-def _ray() -> Any:
+def _ray() -> ModuleType:
     require_ray()
-    import ray
-
-    return ray
+    return import_module("ray")
 
 
 async def _blocking(call: Callable[[], T]) -> T:

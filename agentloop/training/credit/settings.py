@@ -62,8 +62,8 @@ class CreditSettings(pydantic.BaseModel):
     @pydantic.field_validator("args")
     @classmethod
     def _check_arguments(
-        cls, args: dict[str, Any], info: pydantic.ValidationInfo
-    ) -> dict[str, Any]:
+        cls, args: dict[str, object], info: pydantic.ValidationInfo
+    ) -> dict[str, object]:
         rule = RULES.get(info.data.get("name", ""))
         if rule is None:  # the name is invalid, and has its own error
             return args

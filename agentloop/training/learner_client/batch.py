@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentloop.errors import RunFolderError
+from agentloop.kept_ids import KeptIds
 
 __all__ = ["Sample", "write_batch"]
 
@@ -26,6 +26,7 @@ class Sample:
         advantages: one for each sampled id, or a number that is that of all of them.
         group: number of the sample's group in the batch.
         weights: weights in the loss, likewise; the learner divides by their sum.
+        kept: the kept ids of each id, if the distribution was truncated.
     """
 
     ids: Sequence[int]
@@ -34,31 +35,33 @@ class Sample:
     advantages: float | list[float]
     group: int
     weights: float | list[float] = 1.0
+    kept: KeptIds | None = None
 
 
 def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     """Write a batch atomically; needs the extra `train`.
 
     For N samples of T tokens in total, the tensors are ids, mask, logprobs, advantages and weights
-    [T], and lengths and groups [N]. They are written sample by sample, since a batch may be larger
-    than what is free of this process's memory. Format: https://huggingface.co/docs/safetensors
+    [T], and lengths and groups [N]; with kept ids, also kept_counts [T] and kept [their sum]. They
+    are written sample by sample, since a batch may be larger than what is free of this process's
+    memory. Format: https://huggingface.co/docs/safetensors
 
     Raises:
         RunFolderError: the file cannot be written, for example because the disk is full.
     """
     import numpy as np
 
-    def where_sampled(sample: Sample, values: float | list[float]) -> np.ndarray[Any, Any]:
+    def where_sampled(sample: Sample, values: float | list[float]) -> np.ndarray:
         mask = np.asarray(sample.mask, "uint8")
         all_values = np.zeros(len(mask), "float32")
         all_values[mask == 1] = values
         return all_values
 
-    def per_sample(values: Iterable[int]) -> Iterator[np.ndarray[Any, Any]]:
+    def per_sample(values: Iterable[int]) -> Iterator[np.ndarray]:
         yield np.array([*values], "int32")
 
     num_tokens = sum(len(sample.ids) for sample in samples)
-    tensors: dict[str, tuple[str, int, Iterable[np.ndarray[Any, Any]]]] = {
+    tensors: dict[str, tuple[str, int, Iterable[np.ndarray]]] = {
         "ids": ("int32", num_tokens, (np.asarray(s.ids, "int32") for s in samples)),
         "mask": ("uint8", num_tokens, (np.asarray(s.mask, "uint8") for s in samples)),
         "logprobs": ("float32", num_tokens, (np.asarray(s.logprobs, "float32") for s in samples)),
@@ -67,6 +70,15 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
         "lengths": ("int32", len(samples), per_sample(len(s.ids) for s in samples)),
         "groups": ("int32", len(samples), per_sample(s.group for s in samples)),
     }
+    if any(sample.kept for sample in samples):
+        num_kept = sum(len(sample.kept.ids) for sample in samples if sample.kept)
+        no_ids = np.zeros(0, "int32")
+        counts = (
+            np.asarray(s.kept.counts, "int32") if s.kept else np.zeros(len(s.ids), "int32")
+            for s in samples
+        )
+        kept = (np.asarray(s.kept.ids, "int32") if s.kept else no_ids for s in samples)
+        tensors |= {"kept_counts": ("int32", num_tokens, counts), "kept": ("int32", num_kept, kept)}
     header, end = {}, 0
     for name, (dtype, size, _) in tensors.items():
         begin, end = end, end + size * np.dtype(dtype).itemsize

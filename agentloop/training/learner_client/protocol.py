@@ -84,7 +84,7 @@ class Failure(_Message):
     on_purpose: bool = False
 
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=Reply, covariant=True)
 
 
 class Request(_Message, Generic[R]):
@@ -345,7 +345,7 @@ class CloseRequest(Request[Reply]):
     op: Literal["close"] = "close"
 
 
-_REQUESTS: dict[str, type[Request[Any]]] = {
+_REQUESTS: dict[str, type[Request[Reply]]] = {
     kind.model_fields["op"].default: kind
     for kind in (
         StepRequest,
@@ -365,12 +365,12 @@ _REQUESTS: dict[str, type[Request[Any]]] = {
 }
 
 
-def encode(message: Request[Any] | Reply | Failure) -> bytes:
+def encode(message: Request[Reply] | Reply | Failure) -> bytes:
     """Return the message as a line."""
     return message.model_dump_json().encode() + b"\n"
 
 
-def decode_request(line: bytes) -> Request[Any]:
+def decode_request(line: bytes) -> Request[Reply]:
     """Parse a request. Raises MessageError."""
     try:
         op = json.loads(line)["op"]

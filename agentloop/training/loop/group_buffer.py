@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import GroupFigures
@@ -22,8 +23,34 @@ from agentloop.training.loop.queue import GroupQueue, Lease, QueuedGroup, StepNo
 from agentloop.training.loop.stage_tasks import StageTasks
 from agentloop.training.loop.staleness import Slots
 from agentloop.training.run.control import RunControl
+from agentloop.training.run.status import count_of
+from agentloop.trajectory import rollout_of
 
-__all__ = ["GroupBuffer"]
+__all__ = ["GroupBuffer", "Interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The groups that were open when a run was stopped, and what was kept of their rollouts."""
+
+    num_groups: int = 0
+    num_ended: int = 0
+    num_begun: int = 0
+
+    @classmethod
+    def of(cls, num_groups: int, kept: Sequence[tuple[int, str, bool]]) -> Interrupted:
+        """Count the rollouts, from what `KeptRows.conversations` returns of the groups."""
+        ended = {rollout_of(conversation) for _, conversation, has_ended in kept if has_ended}
+        begun = {rollout_of(conversation) for _, conversation, _ in kept}
+        return cls(num_groups, len(ended), len(begun - ended))
+
+    def in_words(self, group_size: int) -> str:
+        num_anew = self.num_groups * group_size - self.num_ended - self.num_begun
+        return (
+            f"Of {count_of(self.num_groups, 'group')} that the stop has interrupted, "
+            f"{count_of(self.num_ended, 'rollout')} had ended and are kept, {self.num_begun} go on "
+            f"after their last turn, and {num_anew} start anew"
+        )
 
 
 class GroupBuffer:
@@ -55,6 +82,7 @@ class GroupBuffer:
         self._tasks: StageTasks | None = None
         self._num_left = 0  # groups of this stage that are not admitted yet
         self._readmitted: deque[QueuedGroup] = deque()  # open since before a restart
+        self._begun: set[int] = set()  # of them, those of which something was kept
         self._complete_s: float | None = None
 
     def reset(self, version: int) -> None:
@@ -65,15 +93,18 @@ class GroupBuffer:
 
     async def begin_stage(
         self, tasks: StageTasks, *, num_groups: int, ids: Collection[str] | None
-    ) -> None:
+    ) -> Interrupted:
         """Begin a stage and restore the groups that were admitted before a restart.
 
         Finished groups stay unless they are too stale; those and open ones are to be rolled out
-        again.
+        again, except for what was kept of open ones.
 
         Args:
             num_groups: number of groups that the stage still trains on.
             ids: restore only the groups of these tasks; None: of all tasks.
+
+        Returns:
+            What was kept of the groups that a stop has interrupted.
         """
         self._tasks = tasks
         self._num_left = num_groups
@@ -88,10 +119,15 @@ class GroupBuffer:
                 self._num_left -= 1
             else:
                 again.append(group)
-        again += filter(is_ours, await self._queue.open_groups())
+        opened = [*filter(is_ours, await self._queue.open_groups())]
+        again += opened
+        numbers = {group.number for group in opened}
+        kept = [row for row in await self._queue.kept.conversations() if row[0] in numbers]
+        self._begun = {number for number, *_ in kept}
         self._readmitted = deque(sorted(again, key=lambda group: group.number))
         self._complete_s = None
         self._notify()
+        return Interrupted.of(len(opened), kept)
 
     def _notify(self) -> None:
         """Note whether a batch has become complete, and wake what waits for the groups."""
@@ -138,13 +174,19 @@ class GroupBuffer:
     async def admit(self) -> QueuedGroup:
         """Admit the next group, with the version that is live when this returns.
 
-        New weights may go live while the journal is being written.
+        New weights may go live while the journal is being written. A group of which something was
+        kept has the version of its admission, unless it is too stale and starts anew.
 
         Raises:
             ValueError: there is no free slot.
         """
         if self._readmitted:
-            group = await self._reopen(self._readmitted.popleft())
+            group = self._readmitted.popleft()
+            if group.number in self._begun and self._slots.has_slot_for(group.version):
+                self._slots.admit(group.number, version=group.version)
+                self._num_left -= 1
+                return group
+            group = await self._reopen(group)
         else:
             assert self._tasks is not None
             task: Task = next(self._tasks)

@@ -5,8 +5,9 @@
 
 The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
 the method returns. The rollouts of a group are in a separate file, which is complete before the
-journal refers to it; the journal holds its path and its metrics. With a lease, the
-outcomes of its groups are recorded, from which the solve rates of tasks follow (curriculum.py).
+journal refers to it; the journal holds its path and its metrics. What an open group has rolled out
+so far is kept in the journal itself (rollouts/progress.py). With a lease, the outcomes of its
+groups are recorded, from which the solve rates of tasks follow (curriculum.py).
 
 A step leases its groups before the learner sees them and acknowledges them once the step is in a
 checkpoint. After a crash the learner therefore resumes from its last checkpoint with the same
@@ -34,6 +35,7 @@ from agentloop.errors import RunFolderError
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.loop.curriculum import GroupOutcome
+from agentloop.training.loop.kept import SCHEMA, KeptRows, drop
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
 
@@ -171,6 +173,9 @@ class GroupQueue:
 
     Transactions run one at a time in a worker thread. A cancelled method has either completed its
     transaction or done nothing.
+
+    Attributes:
+        kept: what open groups have rolled out so far.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
@@ -178,6 +183,7 @@ class GroupQueue:
         self._path = path
         self._lock = anyio.Lock()
         self._num_bytes = 0
+        self.kept = KeptRows(lambda work: self._transaction(work))
 
     @classmethod
     @asynccontextmanager
@@ -192,7 +198,13 @@ class GroupQueue:
         with closing(connection):
             queue = cls(connection, path)
             queue._num_bytes = await queue._transaction(_finished_bytes)
-            yield queue
+            try:
+                async with anyio.create_task_group() as writing:
+                    writing.start_soon(queue.kept.write)
+                    yield queue
+                    writing.cancel_scope.cancel()
+            except BaseExceptionGroup as group:  # of the one error that ended the block
+                raise group.exceptions[0] from group.exceptions[0].__cause__
 
     @property
     def num_bytes(self) -> int:
@@ -224,9 +236,7 @@ class GroupQueue:
         """
         row = (path, num_bytes, _json(asdict(figures)), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
-        await self._transaction(
-            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
-        )
+        await self._transaction(partial(_end_group, set_, row))
         self._num_bytes += num_bytes
 
     async def discard(self, number: int, *, path: str | None, figures: GroupFigures) -> None:
@@ -237,9 +247,7 @@ class GroupQueue:
         """
         row = (path, _json(asdict(figures)), number)
         set_ = "state = 'discarded', path = ?, figures = ?"
-        await self._transaction(
-            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
-        )
+        await self._transaction(partial(_end_group, set_, row))
 
     async def lease(
         self,
@@ -381,6 +389,7 @@ class GroupQueue:
             db.execute(
                 f"UPDATE groups SET {reopened}, num_bytes = 0 WHERE {undone_groups}", (step,)
             )
+            db.execute("DELETE FROM kept")
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
             db.execute("DELETE FROM outcomes WHERE step > ?", (step,))
             digests = "key LIKE 'weights %' AND CAST(substr(key, 9) AS INTEGER) > ?"
@@ -422,13 +431,14 @@ class GroupQueue:
         return await self._transaction(work)
 
     async def reopen(self, numbers: Sequence[int], *, version: int) -> None:
-        """Mark groups as open again, to be rolled out with the weights of `version`."""
+        """Mark groups as open again, to be rolled out anew with the weights of `version`."""
 
         def work(db: sqlite3.Connection) -> int:
             reopened = "state = 'open', version = ?, path = NULL, num_bytes = 0, figures = '{}'"
             where = "WHERE state IN ('open', 'finished') AND number = ?"
             for number in numbers:
                 _update_group(f"{reopened} {where}", (version, number), db)
+                drop(db, number)
             return _finished_bytes(db)
 
         self._num_bytes = await self._transaction(work)
@@ -504,6 +514,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                     f"{path}: written by another version of agentloop (format {format_}, not "
                     f"{_FORMAT}): finish the run with that version, or start a new one"
                 )
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
             raise
@@ -521,6 +532,12 @@ def _update_group(update: str, row: Sequence[object], db: sqlite3.Connection) ->
     if db.execute(f"UPDATE groups SET {update}", row).rowcount != 1:
         state = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
         raise ValueError(f"group {row[-1]} is {state[0] if state else 'not there'}")
+
+
+def _end_group(set_: str, row: Sequence[object], db: sqlite3.Connection) -> None:
+    """Update an open group, whose number is last in `row`. Raises ValueError if it is not open."""
+    _update_group(f"{set_} WHERE state = 'open' AND number = ?", row, db)
+    drop(db, row[-1])
 
 
 def _note(db: sqlite3.Connection, key: str, value: object) -> None:

@@ -24,6 +24,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import problem_of
 from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.progress import GroupProgress
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.loop.batch_trainer import BatchTrainer
 from agentloop.training.loop.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
@@ -92,7 +93,9 @@ class StageRunner:
             ids = {task.id for task in note.tasks}
         run.buffer.reset(self._trainer.version)
         num_groups = (stage.steps - done) * run.settings.prompts_per_step
-        await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+        interrupted = await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+        if interrupted.num_groups:
+            run.report.say(interrupted.in_words(run.settings.group_size))
         self._trainer.begin_stage()
         async with anyio.create_task_group() as admitting:
             admitting.start_soon(self._admit)
@@ -180,6 +183,10 @@ class StageRunner:
                         self._budget,
                         group.version,
                         Purpose.TRAIN,
+                        progress=GroupProgress(
+                            partial(self._run.queue.kept.add, group.number),
+                            await self._run.queue.kept.of_group(group.number),
+                        ),
                     )
                     groups.start_soon(self._roll_out, group, request)
                     await request.queued.wait()  # no deadline: encoding a prompt ends by itself

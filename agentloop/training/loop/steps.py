@@ -168,7 +168,9 @@ class Steps(ResumableTraining):
             trajectory = row.trajectory  # whose lists take ten times the memory of arrays
             ids, mask = array("i", trajectory.ids), array("B", trajectory.mask)
             tokens = ids, mask, array("f", trajectory.logprobs)
-            samples.append(Sample(*tokens, credit.advantages, place, credit.weights))
+            samples.append(
+                Sample(*tokens, credit.advantages, place, credit.weights, trajectory.kept)
+            )
             rollouts.add((place, row.rollout))
             has_signal |= credit.has_signal
         if not has_signal:

@@ -9,7 +9,7 @@ from functools import partial
 
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.errors import SettingsError
-from agentloop.inference.sglang.sampling import Sampling
+from agentloop.kept_ids import MAX_KEPT_IDS
 from agentloop.launch.machine import require_servers
 from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
@@ -22,6 +22,7 @@ from agentloop.training.weight_sync.process_group import GROUP_TIMEOUT_S
 __all__ = ["check_settings", "require_machine"]
 
 _MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
+_MAX_KEPT_IDS_OF_ROLLOUT = 1 << 23  # 32 MiB of the learner's memory
 
 
 def check_settings(settings: TrainSettings) -> TrainSettings:
@@ -59,12 +60,21 @@ def _sampling(s: TrainSettings) -> Iterator[str]:
             f"sampling.temperature: {s.sampling.temperature:g} is greedy: all rollouts of a task "
             "would be the same"
         )
-    for name in ("top_p", "top_k", "min_p"):
-        if getattr(s.sampling, name) != Sampling.model_fields[name].default:
-            yield (
-                f"sampling.{name}: must keep its default in training: the log-probabilities of "
-                "servers and learner are those of the whole distribution"
-            )
+    sampling, longest = s.sampling, s.as_one_stage().budget.max_response_tokens
+    if sampling.top_k == 1:
+        yield "sampling.top_k: 1 is greedy: all rollouts of a task would be the same"
+    if sampling.truncates and not 0 < sampling.top_k <= MAX_KEPT_IDS:
+        yield (
+            f"sampling.top_k: {sampling.top_k} must be from 2 to {MAX_KEPT_IDS} with top_p, top_k "
+            "or min_p: the learner needs the ids that they left to sample from, and SGLang reports "
+            "no more for a token"
+        )
+    elif sampling.top_k * longest > _MAX_KEPT_IDS_OF_ROLLOUT:
+        yield (
+            f"sampling.top_k: {sampling.top_k} with budget.max_response_tokens ({longest}) may "
+            f"leave {sampling.top_k * longest:,} ids to record of a rollout, and "
+            f"{_MAX_KEPT_IDS_OF_ROLLOUT:,} are the most: lower one of them"
+        )
     yield from s.credit.problems(
         temperature=s.sampling.temperature, clip_low=s.learner.loss.clip_low
     )

@@ -224,7 +224,7 @@ class ClusterPlan:
 
     def _rows(
         self, placements: Sequence[Placement], ranks: RanksSettings, before: str = ""
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[dict[str, object]]:
         for group in (list(group) for _, group in groupby(placements, key=_place)):
             names = [placement.process.name for placement in group]
             yield {

@@ -71,6 +71,7 @@ __all__ = [
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
 _BYTES_PER_TRAJECTORY_TOKEN = 30  # in trajectories/*.jsonl
+_BYTES_PER_KEPT_ID = 2  # there, compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +191,14 @@ class Disk:
     """The disk space of a run's folder, in bytes: upper bounds.
 
     Published weights count twice, since they are replaced atomically, and checkpoints include one
-    that is being written.
+    that is being written. `kept_ids_per_step` is a part of the trajectories.
     """
 
     weights: int
     checkpoint: int
     checkpoints: int
     trajectories_per_step: int
+    kept_ids_per_step: int
     trajectories: int
 
     @property
@@ -494,12 +496,14 @@ def _disk(shape: ModelShape, settings: TrainSettings) -> Disk:
     if learner.keep_checkpoints:
         num_checkpoints = min(num_checkpoints, learner.keep_checkpoints + 1)
     tokens = loop.prompts_per_step * loop.group_size * settings.budget.max_response_tokens
-    per_step = tokens * _BYTES_PER_TRAJECTORY_TOKEN
+    kept_ids = tokens * max(0, settings.sampling.top_k) * _BYTES_PER_KEPT_ID
+    per_step = tokens * _BYTES_PER_TRAJECTORY_TOKEN + kept_ids
     return Disk(
         weights=_WIDTHS[learner.publish_dtype] * shape.num_parameters,
         checkpoint=checkpoint,
         checkpoints=num_checkpoints * checkpoint,
         trajectories_per_step=per_step,
+        kept_ids_per_step=kept_ids,
         trajectories=loop.steps * per_step,
     )
 

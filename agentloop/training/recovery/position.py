@@ -191,7 +191,7 @@ def _is_fine_tuned(run: Path) -> bool:
     return (run / Phase.FINE_TUNING / "model" / "config.json").is_file()
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
+def _rows(folder: Path) -> list[dict[str, object]]:
     try:
         return read_rows(folder / "metrics.jsonl")[0]
     except OSError:

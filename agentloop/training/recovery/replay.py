@@ -283,8 +283,7 @@ class Replay:
         if not fitting:
             return differences_of([])
         samples = [
-            Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, 0.0, 0)
-            for trajectory in fitting
+            Sample(each.ids, each.mask, each.logprobs, 0.0, 0, kept=each.kept) for each in fitting
         ]
         batch, out = folder / "scored.safetensors", folder / "scores.safetensors"
         await anyio.to_thread.run_sync(write_batch, batch, samples)

@@ -155,7 +155,7 @@ class RunFolder:
         groups = (self.path / "trajectories").glob("group-*.jsonl")
         return self.checkpoint is not None or any(True for _ in groups)
 
-    def _note(self, row: JsonObject) -> None:
+    def _note(self, row: dict[str, object]) -> None:
         """Add a row to the commands that started and resumed the run."""
         with (self.path / "commands.jsonl").open("ab") as file:
             file.write(dumps(row) + b"\n")
@@ -305,7 +305,7 @@ class RunFolder:
         return _parse_lines(complete_lines.splitlines(), self.path / name)
 
 
-def _this_command() -> JsonObject:
+def _this_command() -> dict[str, object]:
     """Return when and how this process was started, without what may be secret.
 
     `commit` is that of the working directory; it ends in "-dirty" if tracked files differ.
@@ -497,7 +497,7 @@ def _cut_to_lines(path: Path) -> None:
             os.truncate(path, len(complete) + 1 if complete else 0)
 
 
-def _parse_lines(lines: Sequence[bytes], path: Path) -> list[JsonObject]:
+def _parse_lines(lines: Sequence[bytes], path: Path) -> list[dict[str, object]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -2,17 +2,17 @@
 
     published tensors ──fuse, pad, shard for a rank, cast──> a tensor of the server ──> 64 bits
 
-This reproduces SGLang 0.5.23 for the models in `MODELS`. Sources: `load_weights` of the models, the
-`weight_loader`s of their layers, and `tensor_hash`, which is SHA-256 on a CPU and a custom hash on
-a GPU. Not covered: quantized weights, experts, attention whose ranks are not the tensor-parallel
-ranks, and weights packed for a CPU with AMX.
+This reproduces SGLang 0.5.16 and 0.5.23 for the models in `MODELS`. Sources: `load_weights` of the
+models, the `weight_loader`s of their layers, and `tensor_hash`, which is SHA-256 on a CPU and a
+custom hash on a GPU. Not covered: quantized weights, experts, attention whose ranks are not the
+tensor-parallel ranks, and weights packed for a CPU with AMX.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,10 @@ from agentloop.training.weight_sync.layout import Layout
 
 __all__ = ["MODELS", "VERSIONS", "Tensor", "checksum", "config_dtype", "parts_of"]
 
-VERSIONS = ("0.5.23",)
+VERSIONS = ("0.5.16", "0.5.23")
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

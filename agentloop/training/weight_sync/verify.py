@@ -150,7 +150,7 @@ class PublishedFiles:
         self._folder = folder
         self._tensors: dict[str, Tensor] = {}
         self._parts: dict[str, tuple[str, ...]] = {}
-        self._config: JsonObject = {}
+        self._config: dict[str, object] = {}
         self._sums: dict[tuple[str, int, Layout], str] = {}
         self._problem: str | None = None  # None: not checked yet
         self._is_damaged = False

@@ -96,7 +96,7 @@ def test_every_form_names_the_tools(family: Any) -> None:
     assert not any("NAME" in begin for begin in begins)
 
 
-def test_named_tool_is_called_once_and_its_name_cannot_end_the_markup() -> None:
+def test_named_tool_is_called_once_within_the_markup() -> None:
     odd = {"type": "function", "function": {"name": 'a"b', "parameters": None}}
     *_, calls = tag(OutputRules('a"b'), tools=[*TOOLS, odd])
     (only,) = tags_in(calls)

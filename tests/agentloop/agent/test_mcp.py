@@ -131,7 +131,7 @@ async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_call_that_a_dead_server_takes_with_it_is_an_infrastructure_failure() -> None:
+async def test_call_lost_with_its_server_is_an_infrastructure_failure() -> None:
     async with shared_server() as server:
         lost = await call(server.tools, "end")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
@@ -319,14 +319,14 @@ async def test_calls_of_a_rollouts_own_server_take_turns() -> None:
         assert await called_twice(tools, "meet", adjourned=True) == ["alone", "alone"]
 
 
-async def test_calls_that_only_read_and_calls_of_a_shared_server_run_together() -> None:
+async def test_read_only_calls_and_calls_of_shared_servers_run_together() -> None:
     async with mcp_server(SDK, timeout_s=20) as server_tools, Tools(server_tools) as tools:
         assert await called_twice(tools, "watch") == ["together", "together"]
     async with shared_server(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
         assert await called_twice(tools, "meet") == ["together", "together"]
 
 
-async def test_rollouts_own_server_is_not_restarted_since_its_state_is_lost() -> None:
+async def test_server_of_a_rollout_is_not_restarted() -> None:
     async with mcp_server(RAW) as tools:
         for name in ("end", "count", "count"):
             lost = await call(tools, name)
@@ -418,7 +418,7 @@ async def test_environment_whose_server_dies_is_not_to_blame() -> None:
     assert record.reward.reason.startswith("infrastructure: ")
 
 
-async def test_environment_whose_server_is_not_ready_in_time_is_not_to_blame() -> None:
+async def test_server_that_starts_too_late_is_an_infrastructure_failure() -> None:
     @agentloop.environment
     async def plays(task: Any, agent: Any) -> float:
         async with agentloop.mcp_server(SILENT, start_timeout_s=0.2):

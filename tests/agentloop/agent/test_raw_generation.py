@@ -40,7 +40,7 @@ async def generate(*script: Step, stop: tuple[str, ...] = ()) -> RawGeneration:
     st.lists(st.text("ab", max_size=4), max_size=8),
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
-def test_text_is_cut_before_the_stop_sequence_that_is_complete_first(
+def test_text_is_cut_before_the_first_complete_stop_sequence(
     pieces: list[str], stop: list[str]
 ) -> None:
     finder, text = StopFinder(stop), "".join(pieces)

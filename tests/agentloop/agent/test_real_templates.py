@@ -263,7 +263,7 @@ def test_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -> 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_history_is_read_in_every_form_in_which_clients_write_it(name: str) -> None:
+def test_history_is_read_in_every_form_that_clients_write(name: str) -> None:
     chat = chat_of(name)
     made = calls_tool(name, "x")
 

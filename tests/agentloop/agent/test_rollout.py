@@ -31,10 +31,13 @@ from agentloop.events import (
     TurnStarted,
 )
 from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.kept_ids import KeptIds
 from agentloop.trajectory import (
     StopReason,
     ToolCallStatus,
     Trajectory,
+    TruncatedTurn,
     TurnEnd,
     VersionSpan,
 )
@@ -121,7 +124,7 @@ async def test_question_is_answered() -> None:
     ]
 
 
-async def test_call_is_run_and_its_result_read_in_the_next_turn() -> None:
+async def test_next_turn_reads_the_result_of_a_call() -> None:
     engine = ScriptedEngine(says(call_text("multiply", {"a": 37, "b": 48})), says("It is 1776."))
     trajectory = await rollout(engine, [multiply]).run()
     check(trajectory, engine)
@@ -306,7 +309,7 @@ async def test_malformed_call_gets_an_error_message() -> None:
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_unclosed_call_at_the_end_of_a_turn_gets_an_error_message() -> None:
+async def test_unclosed_call_at_the_end_gets_an_error_message() -> None:
     engine = ScriptedEngine(says('<tool_call>{"name": "multiply"'), says("sorry"))
     trajectory = await rollout(engine, [multiply]).run()
     assert [r.status for r in trajectory.results] == [ToolCallStatus.MALFORMED]
@@ -376,7 +379,7 @@ async def test_no_turn_starts_without_budget_for_a_token() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=8), st.booleans())
-async def test_stop_sequence_ends_a_turn_at_the_token_that_completes_it(
+async def test_stop_sequence_ends_a_turn_at_its_last_token(
     cuts: list[int], with_text: bool
 ) -> None:
     ids = written(CHAT, f"hello world, what STOP hello{END}")
@@ -398,7 +401,7 @@ async def test_stop_sequence_frees_the_server_at_once() -> None:
     assert trajectory.stop_reason is StopReason.STOP_SEQUENCE
 
 
-async def test_stop_sequences_in_a_call_or_across_turns_do_not_count() -> None:
+async def test_stop_sequences_in_calls_or_across_turns_are_ignored() -> None:
     engine = ScriptedEngine(says(f"ST{call_text('echo', {'text': 'STOP'})}"), says("OP it is"))
     options = TurnOptions(stop=("STOP",))
     trajectory = await rollout(engine, [echo], options=options).run()
@@ -407,7 +410,7 @@ async def test_stop_sequences_in_a_call_or_across_turns_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("end", [TurnEnd.STOP, TurnEnd.LENGTH])
-async def test_stop_sequence_that_is_complete_only_at_the_end_of_the_turn(end: TurnEnd) -> None:
+async def test_stop_sequence_completed_by_the_end_of_the_turn(end: TurnEnd) -> None:
     """The text held back may have been the beginning of a tag."""
     engine = ScriptedEngine(says("1 <", end=end))
     trajectory = await rollout(engine, options=TurnOptions(stop=("<",))).run()
@@ -448,7 +451,7 @@ async def test_single_call_ends_a_turn_after_its_first_call(
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_single_call_does_not_change_a_turn_that_ended_by_itself() -> None:
+async def test_single_call_leaves_a_finished_turn_unchanged() -> None:
     text = call_text("echo", {"text": "x"})
     engine = ScriptedEngine([*chunks(written(CHAT, text + END)[:-1], end=TurnEnd.LENGTH)])
     options = TurnOptions(single_call=True)
@@ -558,7 +561,7 @@ async def test_ignore_end_uses_the_whole_budget() -> None:
 
 
 @pytest.mark.parametrize("with_text", [True, False])
-async def test_only_someone_who_reads_along_gets_a_frame_for_each_token(with_text: bool) -> None:
+async def test_frames_for_each_token_need_a_reader(with_text: bool) -> None:
     engine = ScriptedEngine(says("hi"))
     await rollout(engine, with_text=with_text).run()
     assert (engine.asked[0].stream_interval == 1) is with_text
@@ -742,7 +745,7 @@ async def test_cancellation_at_any_point_leaves_nothing_behind(where: str) -> No
 @pytest.mark.parametrize(
     "where", ["before", "waiting", "sampling", "tool", "opening", "second turn"]
 )
-async def test_cancel_at_any_point_sets_the_stop_reason_and_leaves_nothing_behind(
+async def test_cancel_sets_the_stop_reason_and_leaves_nothing_behind(
     where: str,
 ) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
@@ -900,3 +903,21 @@ async def test_servers_version_spans_take_precedence_from_their_start() -> None:
     check(trajectory, engine)
     assert trajectory.turns[0].versions == [VersionSpan("seen", 0, 2), *account]
     assert trajectory.turns[0].cached_tokens == 7
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ("never",)}])  # the latter token by token
+async def test_kept_ids_of_all_tokens_are_recorded(options: dict[str, Any]) -> None:
+    ids = written(CHAT, "It is 1776." + END)
+    steps = [
+        replace(chunk, kept=[[id, id + 1] for id in chunk.ids])
+        for chunk in chunks(ids, [1, 4], end=TurnEnd.STOP)
+    ]
+    sampling = Sampling(top_p=0.9, top_k=20).for_training()
+    engine = ScriptedEngine(steps, [*steps[:1], ServerUnavailable("gone")])
+    for num_kept in (len(ids), 1):
+        made = await rollout(engine, sampling=sampling, options=TurnOptions(**options)).run()
+        (turn,) = made.turns
+        assert isinstance(turn, TruncatedTurn)
+        assert turn.kept == KeptIds([[id, id + 1] for id in ids[:num_kept]])
+        assert len(turn.output_ids) == num_kept
+    assert engine.asked[0].sampling.records_kept_ids

@@ -161,7 +161,7 @@ async def test_notebook_killed_by_the_model_is_restarted_with_a_note() -> None:
     assert (fake.num_sessions, fake.num_open) == (2, 0)
 
 
-async def test_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_process() -> None:
+async def test_cell_that_ends_its_process_leaves_a_note() -> None:
     fake = FakePool(result(stdout="a\n"), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "os._exit(0)"})
@@ -172,7 +172,7 @@ async def test_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_pr
     assert fake.num_sessions == 2
 
 
-async def test_cell_after_a_process_that_ended_itself_is_an_error_not_infrastructure() -> None:
+async def test_process_that_ended_itself_is_no_infrastructure_failure() -> None:
     """Otherwise a model could discard a rollout that goes wrong."""
     fake = FakePool(SessionLost("it ended", LostBy.PROGRAM), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:

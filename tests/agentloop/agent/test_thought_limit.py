@@ -71,7 +71,7 @@ cut_places = st.lists(st.integers(0, 60), max_size=8)
 
 
 @given(cut_places, st.booleans())
-async def test_thought_that_is_too_long_is_closed_and_the_model_goes_on(
+async def test_too_long_thought_is_closed_and_the_turn_continues(
     cuts: list[int], with_text: bool
 ) -> None:
     model = Model(f"<think>{'hello world, ' * 9}", f"It is 1776.{END}", cuts=cuts)

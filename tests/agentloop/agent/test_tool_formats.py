@@ -90,7 +90,7 @@ def test_response_in_the_releases_form(call_result: CallResult, text: str) -> No
 
 
 @pytest.mark.parametrize("line", [None, 0, 9])
-def test_error_without_a_line_of_the_code_is_shown_without_one(line: int | None) -> None:
+def test_error_without_a_source_line_is_shown(line: int | None) -> None:
     error = CallError("E", "no", line=line, traceback="T\n")
     text = describe(
         result(SandboxStatus.ERROR, stderr="T\n", error=error), CODE, tool_format="release"

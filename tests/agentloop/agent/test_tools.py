@@ -256,7 +256,7 @@ async def test_caller_with_tools_gets_calls_of_unknown_tools() -> None:
         assert (await tools.run("their", {})).status is ToolCallStatus.UNKNOWN_TOOL
 
 
-def test_abandoned_threads_of_one_event_loop_do_not_count_in_the_next() -> None:
+def test_abandoned_threads_do_not_count_in_another_event_loop() -> None:
     started: list[threading.Thread] = []
     release = threading.Event()
 
@@ -415,7 +415,7 @@ async def exits() -> None:
 @pytest.mark.parametrize(
     "function", [raises_unprintable, returns_unprintable, cancels_itself, exits]
 )
-async def test_whatever_a_tool_does_is_an_error_that_the_model_reads(
+async def test_model_reads_any_failure_of_a_tool_as_an_error(
     function: Callable[..., Any],
 ) -> None:
     output = await call(function)
@@ -485,7 +485,7 @@ class Ledger:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(["add", "double", "square"]), st.integers(0, 9))))
-def test_calls_at_once_give_the_results_of_calls_one_by_one(calls: list[tuple[str, int]]) -> None:
+def test_concurrent_calls_give_the_results_of_sequential_ones(calls: list[tuple[str, int]]) -> None:
     async def results(*, at_once: bool) -> tuple[list[str], int]:
         ledger, outputs = Ledger(), dict[int, str]()
         async with Tools([ledger.add, ledger.double, ledger.square]) as tools:

@@ -78,7 +78,7 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
     ]
 
 
-def test_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) -> None:
+def test_step_times_by_part_are_plotted_for_one_run(tmp_path: Path) -> None:
     first, second = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
     parts = {"waiting for rollouts", "training", "weight sync"}
     plot_runs([first], tmp_path / "a.svg", what=["times"])
@@ -144,7 +144,7 @@ def test_run_without_metrics_is_named(tmp_path: Path) -> None:
         plot_runs([tmp_path], tmp_path / "plots.png")
 
 
-def test_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> None:
+def test_truncated_line_is_ignored_and_damaged_one_reported(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(2))
     content = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(content + '{"step": 3, "rew')

@@ -108,7 +108,7 @@ def test_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
         (EVALUATE, "results.md", RunState.STOPPED),
     ],
 )
-def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
+def test_last_written_files_show_how_a_run_ended(
     tmp_path: Path, config: str, sign: str, state: RunState
 ) -> None:
     path = make_run(tmp_path / "run", config, step(1))
@@ -119,7 +119,7 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
     assert summarize(path).state is RunState.STOPPED
 
 
-def test_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
+def test_run_ended_by_an_error_has_failed_until_resumed(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
     with pytest.raises(ExceptionGroup), RunFolder(path).noting_failure():
         raise ExceptionGroup("tasks", [ZeroDivisionError("division by zero")])

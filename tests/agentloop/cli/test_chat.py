@@ -254,7 +254,7 @@ def test_conversations_are_printed_one_after_the_other() -> None:
     ]
 
 
-def test_conversation_with_a_player_is_printed_with_the_messages_to_it() -> None:
+def test_conversation_with_a_player_is_printed() -> None:
     out = Console(width=80, color_system=None, file=io.StringIO())
     show = Conversations(out, cast(ChatFormat, Terminal()))
     messages: list[Message] = [

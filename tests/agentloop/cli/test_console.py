@@ -365,7 +365,7 @@ def test_full_disk_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:
+def test_internal_defect_is_not_printed_as_a_user_error() -> None:
     async def fail() -> int:
         raise ExceptionGroup("", [ServerError("gone"), KeyError("ours")])
 

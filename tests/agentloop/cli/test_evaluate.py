@@ -140,7 +140,7 @@ def test_missing_samples_are_reported_and_only_they_are_resumed(
     assert len(fake.requests) == num_requests + 3  # nobody was asked
 
 
-def test_resumed_run_goes_on_with_the_model_that_it_has_found(
+def test_resumed_run_keeps_the_model_that_was_discovered(
     fake: FakeEndpoint, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "set.jsonl", "1")
@@ -486,7 +486,7 @@ def test_evaluation_of_a_run_uses_the_runs_settings(
     assert "samples    2 per task, 18 in total, by agentloop" in out
 
 
-def test_files_are_measured_in_place_of_what_the_run_holds_out(
+def test_given_files_replace_held_out_tasks_of_a_run(
     complete_machine: None, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "mine.jsonl", "1", "2", "3")

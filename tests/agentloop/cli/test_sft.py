@@ -260,7 +260,7 @@ def test_folder_that_is_not_a_run_is_not_resumed(
     assert "--resume: " in capsys.readouterr().err
 
 
-def test_run_of_other_dialogues_is_one_line_on_the_command_line(
+def test_resuming_with_other_dialogues_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(agentloop.cli.sft, "require_learner", lambda settings: None)

@@ -47,9 +47,10 @@ from tests.support import FakeSGLang, eventually
     ("override", "message"),
     [
         ("sampling.temperature=0", "sampling.temperature: 0 is greedy"),
-        ("sampling.top_p=0.9", "sampling.top_p"),
-        ("sampling.top_k=20", "sampling.top_k"),
-        ("sampling.min_p=0.1", "sampling.min_p"),
+        ("sampling.top_p=0.9", "sampling.top_k: -1 must be from 2 to 4096 .* SGLang reports"),
+        ("sampling.min_p=0.1", "sampling.top_k: -1 must be from 2 to 4096"),
+        ("sampling.top_k=4097", "sampling.top_k: 4097 must be from 2 to 4096"),
+        ("sampling.top_k=1", "sampling.top_k: 1 is greedy"),
         ("learner.temperature=0.7", "unknown setting 'learner.temperature'"),
         ("learner.model=/elsewhere", "unknown setting 'learner.model'"),
         ("learner.loss.kl_coef=-0.1", "learner.loss.kl_coef: .* greater than or equal to 0"),
@@ -80,9 +81,7 @@ from tests.support import FakeSGLang, eventually
         ("envs=a:b", r"'envs' is a list of tables: write \[\[envs\]\]"),
     ],
 )
-def test_settings_that_would_teach_the_wrong_thing_are_refused_by_name(
-    override: str, message: str
-) -> None:
+def test_settings_that_would_train_wrongly_are_refused_by_name(override: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         check_settings(load_settings(TrainSettings, overrides=[override]))
 
@@ -357,7 +356,7 @@ async def test_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None
             await train(settings, cast(Any, RecordedProgress()), resume=path)
 
 
-def test_run_without_its_journal_is_one_line_on_the_command_line(
+def test_missing_journal_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_program, "require_machine", lambda settings: None)
@@ -370,7 +369,7 @@ def test_run_without_its_journal_is_one_line_on_the_command_line(
     assert error.endswith("queue.sqlite, has no groups: restore the file, or start a new run")
 
 
-def test_all_that_is_missing_is_named_in_the_order_of_its_installation(
+def test_missing_parts_are_named_in_order_of_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("agentloop.launch.machine.is_installed", lambda module: False)
@@ -442,7 +441,7 @@ def test_signal_ends_a_run_whose_environment_is_slow_to_import(
         ("tasks.seed=9", None, "they are not those that the run began with"),
     ],
 )
-async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
+async def test_settings_that_prevent_resuming_do_not_replace_the_recorded_ones(
     tmp_path: Path, changed: str, from_step: int | None, reason: str
 ) -> None:
     usual = [f"model={SMALL}", "tasks.kind=arithmetic", "reward.function=exact"]
@@ -458,7 +457,7 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
     assert (run / "config.toml").read_text() == to_toml(settings)
 
 
-def test_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
+def test_collective_timeout_must_exceed_the_transfer_timeout_for_broadcasts() -> None:
     group, same = "weights.transport=broadcast", "learner.collective_timeout_s=60"
     with pytest.raises(SettingsError, match=r"learner\.collective_timeout_s: 60 .*above 60"):
         check_settings(load_settings(TrainSettings, overrides=[group, same]))
@@ -468,8 +467,16 @@ def test_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     check_settings(load_settings(TrainSettings, overrides=[same]))
 
 
+def test_kept_ids_of_a_rollout_are_bounded() -> None:
+    cut = ["sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.01"]
+    check_settings(load_settings(TrainSettings, overrides=cut))
+    many = ["sampling.top_k=4000", "stages.long={steps=1, max_response_tokens=8000}"]
+    with pytest.raises(SettingsError, match=r"top_k: 4000 .* 32,000,000 ids to record"):
+        check_settings(load_settings(TrainSettings, overrides=many))
+
+
 def test_all_problems_of_the_settings_are_reported_at_once() -> None:
-    overrides = ["model=/no/such", "sampling.top_k=5", "loop.early_stop_at=99", "ranks.nodes=2"]
+    overrides = ["model=/no/such", "sampling.top_k=5000", "loop.early_stop_at=99", "ranks.nodes=2"]
     with pytest.raises(SettingsError) as raised:
         check_settings(load_settings(TrainSettings, overrides=overrides))
     named = [problem.partition(":")[0] for problem in str(raised.value).split("; ")]

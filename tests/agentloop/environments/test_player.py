@@ -120,7 +120,7 @@ async def test_endpoint_plays_an_agent_with_tools() -> None:
     assert episode.num_sampled_tokens == 1  # the agent's own
 
 
-async def test_runtime_of_another_model_plays_an_agent_with_the_tools_of_the_environment() -> None:
+async def test_another_models_runtime_plays_an_agent_with_tools() -> None:
     older, newer = Model(), Model()
     against, result = played_by(older, tools=[double], max_tokens=9)
     (episode,) = await run(against, newer, size=1)
@@ -183,7 +183,7 @@ async def test_mistakes_in_calls_are_the_players_own() -> None:
     assert episode.reward.value == 1.0
 
 
-async def test_calls_of_a_message_run_at_the_same_time_and_keep_their_order() -> None:
+async def test_calls_of_a_message_run_concurrently_in_order() -> None:
     done = anyio.Event()
 
     async def first() -> str:
@@ -224,7 +224,7 @@ async def test_named_tools_are_those_of_the_run() -> None:
     assert result[0].results[0].content == "8"
 
 
-async def test_calls_in_the_messages_of_an_environment_are_sent_as_json_text() -> None:
+async def test_environments_calls_are_sent_as_json_text() -> None:
     @agentloop.environment
     async def game(task: Any, agent: Agent) -> float:
         before = [{"role": "user", "content": "?"}, agentloop.call("double", number=2)]
@@ -237,7 +237,7 @@ async def test_calls_in_the_messages_of_an_environment_are_sent_as_json_text() -
     assert json.loads(call["function"]["arguments"]) == {"number": 2}
 
 
-async def test_script_may_play_an_agent_in_training_and_in_a_test() -> None:
+async def test_script_may_play_an_agent() -> None:
     async def opponent(messages: list[Message]) -> Message | str:
         if messages[-1]["role"] == "user":
             return agentloop.call("double", number=len(messages))

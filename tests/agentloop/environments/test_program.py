@@ -156,7 +156,7 @@ async def test_conversation_is_told_whole_and_by_its_last_question() -> None:
     assert job.env["AGENTLOOP_TASK"] == "Why?"
 
 
-async def test_task_that_is_too_long_for_a_variable_is_on_standard_input_only() -> None:
+async def test_task_too_long_for_a_variable_is_on_standard_input() -> None:
     job, _ = await job_of(replace(TASK, prompt="x" * 200_000))
     assert "AGENTLOOP_TASK" not in job.env
     assert len(json.loads(job.stdin)["prompt"]) == 200_000
@@ -250,7 +250,7 @@ async def failing(end: ProgramEnd | Exception, *conversations: Trajectory) -> Se
         (ProgramUnsupported("no image"), "agent: no image"),
     ],
 )
-async def test_without_an_answer_of_the_model_it_is_the_users_mistake(
+async def test_program_that_fails_without_an_answer_is_a_user_error(
     end: ProgramEnd | Exception, said: str
 ) -> None:
     with pytest.raises(SettingsError, match=said):
@@ -290,7 +290,7 @@ async def test_time_in_which_the_model_samples_is_the_rollouts_own() -> None:
     assert result.id == agent.trajectories[0].id
 
 
-async def test_model_that_says_nothing_until_the_time_is_over_is_infrastructure() -> None:
+async def test_silent_model_at_the_timeout_is_an_infrastructure_failure() -> None:
     agent = agent_of(FakePool(TIMED_OUT))
     agent.in_flight = [None]
     with pytest.raises(InfrastructureFailed, match="before the model had begun"):
@@ -381,7 +381,7 @@ async def test_local_process_that_never_asks(command: tuple[str, ...], said: str
         await program.function(TASK, agent, settings=settings)
 
 
-async def test_key_of_the_session_is_in_no_error_and_no_answer() -> None:
+async def test_session_key_is_in_no_error_and_no_answer() -> None:
     stated = "POST http://127.0.0.1:8377/v1/sessions/secret/v1/messages"
     failed = FakePool(ProgramEnd(CallStatus.ERROR, 1, "", stated, 2.0))
     with pytest.raises(SettingsError, match=r"sessions/\[key\]/v1/messages") as result:

@@ -25,7 +25,7 @@ class Script:
         return self.lines.pop(0)
 
 
-async def test_agents_words_are_the_users_for_the_model_that_plays_one() -> None:
+async def test_simulated_user_reads_the_agents_words_as_user_messages() -> None:
     script = Script("I need a seat. ", "By the window.", "###DONE###")
     user = SimulatedUser(script, "You want a {seat}.")
     assert await user.begin() == "I need a seat."

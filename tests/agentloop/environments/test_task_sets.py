@@ -218,7 +218,7 @@ def test_split_of_an_environment_ignores_row_numbers(number: str) -> None:
     assert not held & {task.prompt for task in islice(source, 90)}
 
 
-def test_tasks_that_are_held_out_under_another_id_are_not_trained_on() -> None:
+def test_held_out_tasks_under_another_id_are_not_trained_on() -> None:
     training = [{"prompt": f"Question {n}?", "answer": n, "id": f"a{n}"} for n in range(6)]
     held_out = [{"prompt": f"Question {n}?", "answer": n, "id": f"b{n}"} for n in range(2)]
     source = opened(training, held_out)

@@ -90,7 +90,7 @@ async def test_samples_have_distinct_reproducible_seeds() -> None:
 
 
 @pytest.mark.anyio
-async def test_defaults_are_not_sent_and_the_token_limit_has_the_configured_name() -> None:
+async def test_only_changed_values_and_the_configured_limit_are_sent() -> None:
     async with FakeEndpoint().serving() as fake:
         await sampled(fake, token_limit="max_completion_tokens")
     (request,) = fake.requests
@@ -302,7 +302,7 @@ def test_reasoning_comes_before_the_answer(field: str) -> None:
     assert final_answer(completion.text) == "2"
 
 
-def test_tool_calls_have_an_id_and_their_arguments_as_json_text() -> None:
+def test_tool_calls_have_ids_and_json_arguments() -> None:
     tool_calls = [
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1'}},
         {"function": {"name": "g\ud83d", "arguments": {"x": [1]}}},

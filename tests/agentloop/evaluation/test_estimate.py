@@ -28,7 +28,7 @@ SHARES = st.floats(0, 1)
 
 @ANY_TIME
 @given(REWARDS, st.data())
-def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_correct_one(
+def test_pass_at_k_is_the_share_of_successful_choices(
     rewards: list[float], data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, len(rewards)))
@@ -62,7 +62,7 @@ def test_impossible_counts_are_rejected(samples: int, right: int, k: int) -> Non
 
 @ANY_TIME
 @given(TASKS)
-def test_avg_at_k_is_the_mean_over_tasks_however_many_samples_each_has(
+def test_avg_at_k_weighs_tasks_equally(
     rewards: list[list[float]],
 ) -> None:
     estimate = avg_at_k(rewards)

@@ -161,7 +161,7 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
     assert rows(tmp_path / "run", 1)[0]["no_reward"] == "infrastructure"
 
 
-async def test_good_samples_are_kept_if_the_environment_fails_on_each_repetition(
+async def test_good_samples_are_kept_if_the_environment_keeps_failing(
     tmp_path: Path,
 ) -> None:
     class FailsAgain(Player):
@@ -261,7 +261,7 @@ async def test_damaged_file_is_named(tmp_path: Path) -> None:
         await run(path, Player())
 
 
-async def test_task_that_cannot_be_sampled_is_reported_and_the_others_continue(
+async def test_task_that_cannot_be_sampled_does_not_stop_the_others(
     tmp_path: Path,
 ) -> None:
     outcomes = await run(tmp_path / "run", Player(refuses=["task-2"]))

@@ -54,7 +54,7 @@ async def watching(*fakes: FakeSGLang) -> AsyncIterator[Watched]:
         yield watched
 
 
-async def test_each_rank_has_a_pool_and_only_healthy_servers_count_as_capacity() -> None:
+async def test_only_ranks_of_healthy_servers_count_as_capacity() -> None:
     a = FakeSGLang([], max_total_num_tokens=300, dp_size=2)
     b = FakeSGLang([], max_total_num_tokens=500, context_length=80)
     async with watching(a, b) as watched:
@@ -107,7 +107,7 @@ async def test_retractions_are_reported_once() -> None:
         assert sum(watched.retracted) == 2
 
 
-async def test_report_of_the_required_weights_is_not_enough_if_they_must_be_verified() -> None:
+async def test_reported_weights_do_not_count_before_verification() -> None:
     fake = FakeSGLang([], version="8")
     async with watching(fake) as watched:
         replicas = watched.replicas
@@ -144,7 +144,7 @@ async def test_server_that_cannot_be_used_is_an_error_of_opening() -> None:
                 raise AssertionError("there is no server")
 
 
-async def test_dead_server_comes_back_with_an_empty_pool_of_its_new_size() -> None:
+async def test_restarted_server_has_an_empty_pool_of_its_new_size() -> None:
     fake = FakeSGLang([], max_total_num_tokens=300)
     async with watching(fake) as watched:
         fake.ready = False

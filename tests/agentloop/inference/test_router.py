@@ -611,7 +611,7 @@ async def test_siblings_share_a_server_and_the_capacity_of_their_prompt() -> Non
         gate.set()
 
 
-async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
+async def test_each_rank_of_a_server_has_its_own_cache() -> None:
     """A turn goes to a rank by number and returns to it; reports are kept apart."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, dp_size=2, gate=gate, load={}, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
@@ -911,7 +911,7 @@ async def test_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) 
 
 
 @pytest.mark.parametrize("context_length", [len(PROMPT) + len(ANSWER), 10])
-async def test_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
+async def test_moved_turn_asks_for_what_its_new_server_can_hold(
     context_length: int,
 ) -> None:
     """A server with a smaller context was added after the turn had begun."""
@@ -937,7 +937,7 @@ async def test_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         assert output.chunks[-1].end is TurnEnd.LENGTH
 
 
-async def test_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None:
+async def test_turn_avoids_servers_with_too_little_context() -> None:
     large = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=5)]))
     small = FakeSGLang(ANSWER, context_length=len(PROMPT) + 5)
     async with AsyncExitStack() as stack:
@@ -957,7 +957,7 @@ async def test_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None
     assert output.placed == [large.url, large.url]
 
 
-async def test_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
+async def test_turn_too_large_for_every_server_fails_at_once() -> None:
     """The server came back with less capacity; the turns behind it go on."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, num_prompt=100, gate=gate)

@@ -16,7 +16,7 @@ from agentloop.errors import NotThere
 from agentloop.observe import archive as archive_module
 from agentloop.observe import runs as runs_module
 from agentloop.observe.archive import Archive
-from agentloop.observe.runs import curves, origin_of, read_metrics, runs_beside
+from agentloop.observe.runs import Origin, curves, origin_of, read_metrics, runs_beside
 from agentloop.rollouts.record import ConversationRow, NoReward, TokenCredit
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import (
@@ -365,7 +365,7 @@ def test_run_itself_is_always_listed(run: RunFolder, monkeypatch: pytest.MonkeyP
 
 
 def test_commands_that_made_a_run_have_their_ends(run: RunFolder) -> None:
-    assert origin_of(run.path) == {"settings": "", "commands": []}
+    assert origin_of(run.path) == Origin(settings="", commands=[])
     path = run.path / "commands.jsonl"
     path.write_text('{"command": "a"}\n{"command": "b"}\n{"ended_unix_s": 3.0}\n[]\nnonsense\n')
     (run.path / "config.toml").write_text('redis = "redis://:sesame@db"\n')

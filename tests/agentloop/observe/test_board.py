@@ -354,7 +354,7 @@ def test_time_of_rollouts_is_split_by_what_they_do() -> None:
     )
 
 
-def test_branch_of_a_session_waits_for_its_client_between_two_requests() -> None:
+def test_branch_waits_for_its_client_between_requests() -> None:
     made, clock = board()
     key = "1-a.0"
     for kind in ("start", "turn", "placed", "tokens", "sampled", "turned"):

@@ -35,7 +35,7 @@ def test_parts_of_a_turn_are_the_turn(
 
 
 @given(st.lists(SECONDS, min_size=1), st.floats(0.01, 1.0))
-def test_percentile_is_one_of_the_values_and_so_many_are_not_above_it(
+def test_percentile_is_a_value_with_enough_values_not_above_it(
     values: list[float], share: float
 ) -> None:
     percentile = nearest_rank(sorted(values), share)

@@ -214,7 +214,7 @@ def test_page_needs_nothing_that_its_policy_forbids() -> None:
         assert link.startswith("data:image/") or (WEB / link.removeprefix("page/")).is_file()
 
 
-async def test_every_file_of_the_page_that_it_may_serve_is_served() -> None:
+async def test_each_allowed_file_of_the_page_is_served() -> None:
     async with page() as at:
         for path in WEB.rglob("*"):
             status, *_ = await at.get(f"/page/{path.relative_to(WEB)}")

@@ -27,7 +27,7 @@ def slices(trace: TraceFile) -> list[TraceEvent]:
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
-def test_rollout_is_a_thread_of_its_group_with_a_slice_for_each_lane() -> None:
+def test_rollout_is_a_thread_with_a_slice_for_each_lane() -> None:
     lanes = [("wait", 1000), ("prefill", 1500), ("decode", 2000), ("tool", 4000)]
     trace = trace_of(frame(row("1.0", lanes, 5000, "1")))
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]

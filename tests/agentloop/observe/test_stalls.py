@@ -63,7 +63,7 @@ def test_wait_of_a_rollout_at_each_point() -> None:
     assert stalls.waits() == []
 
 
-def test_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_are_none() -> None:
+def test_longest_wait_is_listed_first() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     for name in "ab":

@@ -63,7 +63,7 @@ def test_blocking_code_is_reported() -> None:
     assert blocks_everything(heart) is None  # once is enough
 
 
-def test_machine_without_a_free_processor_is_named_instead_of_the_code() -> None:
+def test_missing_free_processor_is_blamed_instead_of_the_code() -> None:
     clock, waits = Clock(), Clock()
     heart = Heartbeat(clock=clock, cpu_wait=waits)
     heart.beat(0.5)

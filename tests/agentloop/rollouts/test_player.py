@@ -50,7 +50,7 @@ from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.rollouts.player import AgentPlayer, EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
-from agentloop.rollouts.request import GroupRequest
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -200,7 +200,7 @@ async def test_recorded_value_must_be_a_number() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-async def test_reward_function_that_fails_ends_the_run_and_not_the_task(inside: bool) -> None:
+async def test_failing_reward_function_ends_the_run(inside: bool) -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> Any:
         trajectory = await agent.run("?")
@@ -284,7 +284,7 @@ class UnendingModel(Model):
 
 
 @pytest.mark.parametrize("num_tokens", [2000, 20000])
-async def test_as_many_groups_of_an_environment_start_as_of_the_built_in_agent(
+async def test_environment_starts_as_many_groups_as_the_built_in_agent(
     num_tokens: int,
 ) -> None:
     @agentloop.environment
@@ -401,9 +401,7 @@ def test_values_that_an_environment_may_return(value: Any, reward: float | None)
         (Reward(1.0, None, "", {"x": float("nan")}), "part 'x': .* got nan"),
     ],
 )
-def test_reward_that_is_no_finite_number_of_a_sane_size_is_refused(
-    value: Any, problem: str
-) -> None:
+def test_reward_must_be_a_finite_number_of_sane_size(value: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         reward_of(value, {})
 
@@ -446,7 +444,7 @@ async def test_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: 
     assert lost.reward.reason.endswith(f"got {bad!r}")
 
 
-def test_weight_of_a_part_that_the_reward_does_not_have_is_refused() -> None:
+def test_weight_of_a_missing_reward_part_is_refused() -> None:
     assert reward_of({"won": 1, "fast": 0.5}, {"fast": 2}).value == 2.0
     with pytest.raises(ValueError, match=r"weights: wonn: .* no such part; its parts: won, fast"):
         reward_of({"won": 1, "fast": 0.5}, {"wonn": 5, "fast": 2})
@@ -900,7 +898,7 @@ async def test_environment_that_ignores_its_cancellation_is_left_behind(
     assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
 
 
-async def test_actions_of_a_leaked_task_after_the_return_do_not_count() -> None:
+async def test_actions_of_leaked_tasks_do_not_count() -> None:
     refused: list[str] = []
     has_returned = anyio.Event()
 
@@ -957,7 +955,7 @@ async def test_outage_inside_a_task_group_is_the_infrastructures() -> None:
     assert lost.no_reward is NoReward.INFRASTRUCTURE
 
 
-async def test_only_what_the_function_raises_is_an_error_of_the_agent() -> None:
+async def test_only_exceptions_of_the_function_are_errors_of_the_agent() -> None:
     errors = {ValueError: np.float32(0.5), TimeoutError: -1.0, Exception: -2.0}
 
     @agentloop.environment(agent_errors=errors)  # type: ignore[arg-type]
@@ -995,7 +993,7 @@ async def test_environment_that_cancels_itself_has_failed() -> None:
     assert done.reward.value == 1.0
 
 
-def test_types_of_task_and_agent_may_exist_for_a_type_checker_alone() -> None:
+def test_task_and_agent_types_may_exist_for_type_checkers_only() -> None:
     async def game(task: Missing, agent: Missing, top: int = 3) -> None:  # type: ignore[name-defined]  # noqa: F821
         pass
 
@@ -1055,7 +1053,7 @@ def test_name_that_is_no_environment_is_refused(name: str, problem: str) -> None
         load(EnvSettings(name=name))
 
 
-def test_only_async_functions_of_a_task_and_an_agent_are_environments() -> None:
+def test_environments_are_async_functions_of_task_and_agent() -> None:
     def plain(task: Any, agent: Any) -> float:
         return 1.0
 
@@ -1067,7 +1065,7 @@ def test_only_async_functions_of_a_task_and_an_agent_are_environments() -> None:
             agentloop.environment(function)  # type: ignore[arg-type]
 
 
-def test_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_apart() -> None:
+def test_tasks_are_reproducible_and_separate_from_held_out_ones() -> None:
     def make(rng: Random) -> dict[str, Any]:
         return {"answer": rng.randint(1, 1000), "top": 1000}
 
@@ -1094,7 +1092,7 @@ def a_task(tasks: Any) -> Task:
     return next(open_tasks(TasksSettings(), replace(maze, tasks=tasks)))
 
 
-def test_task_is_plain_data_before_and_after_it_was_in_the_journal() -> None:
+def test_task_is_plain_data_before_and_after_journaling() -> None:
     made = {"start": (0, 1), "prices": {1: "a"}, "size": 10**30, "at": 0.1}
     task = a_task(lambda rng: made)
     assert task == Task(**loads(dumps(asdict(task))))
@@ -1153,7 +1151,7 @@ def test_error_in_a_task_function_names_its_line() -> None:
         a_task(refuse)
 
 
-def test_task_function_is_refused_if_it_takes_what_the_environment_has_not() -> None:
+def test_task_function_must_be_sync_and_take_known_parameters() -> None:
     async def game(task: Any, agent: Agent, *, top: int = 9) -> float:
         return 1.0
 
@@ -1230,7 +1228,7 @@ async def test_siblings_do_not_share_changes_of_their_arguments() -> None:
         assert [rollout.reward and rollout.reward.value for rollout in episodes] == [4, 4, 4]
 
 
-def test_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
+def test_environments_tasks_replace_only_those_of_a_generator(
     tmp_path: Path,
 ) -> None:
     @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9})
@@ -1571,7 +1569,7 @@ class Lost:
     ("status", "reward"),
     [(CallStatus.OK, 1.0), (CallStatus.TIMEOUT, 0.0), (CallStatus.SANDBOX_ERROR, None)],
 )
-async def test_program_that_fails_is_a_result_and_a_sandbox_that_fails_is_not(
+async def test_failing_program_is_a_result_but_failing_sandbox_is_not(
     status: CallStatus, reward: float | None
 ) -> None:
     @agentloop.environment
@@ -1636,3 +1634,19 @@ def test_task_function_may_take_arguments_of_the_environment() -> None:
     few = next(open_tasks(TasksSettings(), game.with_arguments({"top": "3", "name": "a"})))
     assert (few.top, few.unrelated) == (3, "x")
     assert next(open_tasks(TasksSettings(), game.with_arguments({}))).top == 9
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_only_rollouts_to_train_on_record_kept_ids(purpose: Purpose) -> None:
+    @agentloop.environment
+    async def two(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        await agent.other("checker").run("?")
+        return 1.0
+
+    model = Model()
+    player = EnvironmentPlayer(two, model, sampling=Sampling(top_p=0.9, top_k=20))
+    async with player.group(GroupRequest(TASK, "1-t", 2, Budget(), purpose=purpose)) as siblings:
+        await play_siblings(siblings)
+    recorded = [options["sampling"].records_kept_ids for _, options in model.asked]
+    assert recorded == [purpose is Purpose.TRAIN] * 4

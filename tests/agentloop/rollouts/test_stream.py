@@ -143,7 +143,7 @@ async def test_leaving_early_cancels_the_rest() -> None:
     assert num_running == 0
 
 
-async def test_leaving_early_closes_the_source_in_the_task_that_iterated_over_it() -> None:
+async def test_early_exit_closes_the_source_in_the_iterating_task() -> None:
     tasks: list[anyio.TaskInfo] = []
 
     async def source() -> AsyncIterator[str]:

@@ -109,7 +109,7 @@ def test_health_needs_no_token_and_still_no_foreign_origin() -> None:
 
 
 @pytest.mark.parametrize("settings", [SECRET, OPEN])
-def test_with_a_token_any_host_is_accepted_but_no_foreign_origin(settings: ServeSettings) -> None:
+def test_token_allows_any_host_but_no_foreign_origin(settings: ServeSettings) -> None:
     assert status(settings, "node-4:8000", None, BEARER) == 200
     assert status(settings, "node-4:8000", "http://node-4:8000", BEARER) == 200
     assert status(settings, "node-4:8000", "https://evil.example", BEARER) == 403

@@ -355,7 +355,7 @@ def _thinks_if_told(
         ({"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "low"}}, True),
     ],
 )
-async def test_variables_of_the_template_decide_whether_a_turn_begins_in_a_thought(
+async def test_template_variables_decide_whether_turns_begin_in_a_thought(
     options: Any, thinks: bool, stream: bool
 ) -> None:
     chat = ChatFormat(tokenizer(), _thinks_if_told, end_token=END)
@@ -514,7 +514,7 @@ async def test_rollouts_come_as_lines_each_as_it_ends() -> None:
         assert len(trajectory["ids"]) == len(trajectory["mask"]) == len(trajectory["logprobs"])
 
 
-async def test_samples_of_a_prompt_are_siblings_with_seeds_of_their_own() -> None:
+async def test_samples_of_a_prompt_are_siblings_with_distinct_seeds() -> None:
     async with service(*[says("done")] * 4) as at:
         body = {"prompts": ["one", "two"], "n": 2, "sampling": {"seed": 5}}
         async with at.post("/v1/rollouts", body) as response:
@@ -550,9 +550,7 @@ async def test_token_is_asked_for_where_one_is_set() -> None:
     ("field", "value"),
     [("top_k", 1 << 31), ("seed", 1 << 63), ("ignore_eos", 1)],
 )
-async def test_values_that_would_harm_a_server_or_be_ignored_are_refused(
-    field: str, value: Any
-) -> None:
+async def test_harmful_or_ignored_values_are_refused(field: str, value: Any) -> None:
     async with service() as at:
         body = {"messages": HELLO, field: value}
         async with at.post("/v1/chat/completions", body) as response:

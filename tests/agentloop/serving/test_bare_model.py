@@ -87,7 +87,7 @@ async def test_clients_of_three_protocols_share_one_record() -> None:
         ]
 
 
-async def test_response_is_continued_by_its_id_in_its_own_session_only() -> None:
+async def test_response_is_continued_by_id_within_its_session_only() -> None:
     async with (
         service(says("one"), says("two")) as at,
         open_session(at) as mine,

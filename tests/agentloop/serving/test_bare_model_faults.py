@@ -37,7 +37,7 @@ async def test_bug_is_logged_without_the_sessions_key(
         assert session["url"].rpartition("/")[2] not in caplog.text
 
 
-async def test_response_can_be_continued_as_soon_as_its_client_has_it(
+async def test_response_can_be_continued_once_its_client_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with service(says("one"), says("two")) as at, open_session(at) as session:
@@ -99,7 +99,7 @@ def test_responses_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) 
         store["c"]
 
 
-async def test_client_that_leaves_in_the_middle_of_a_stream_has_its_tokens_recorded() -> None:
+async def test_tokens_are_recorded_if_a_client_leaves_a_stream() -> None:
     turn = [*says("one two three")[:-1], anyio.sleep_forever]
     async with service(turn) as at, open_session(at) as session:
         body = {"messages": HELLO, "stream": True}

@@ -168,7 +168,7 @@ async def test_error_is_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-async def test_answer_whose_client_has_left_is_kept_for_a_retry_only(
+async def test_answer_without_its_client_is_kept_for_retries_only(
     has_key: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with service(says("one"), says("two")) as at, open_session(at) as session:

@@ -10,7 +10,7 @@ from agentloop.serving.access import ServeSettings
 from agentloop.serving.listen import bind
 
 
-def test_taken_port_is_an_error_that_says_how_to_get_a_free_one() -> None:
+def test_occupied_port_error_says_how_to_get_another() -> None:
     with bind(ServeSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=rf"127\.0\.0\.1:{port}: .*serve\.port=0 takes"):

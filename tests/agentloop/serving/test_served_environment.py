@@ -43,9 +43,7 @@ def no_events() -> None:
     events.clear()
 
 
-async def test_clients_question_is_answered_with_the_environments_tools_and_system_message() -> (
-    None
-):
+async def test_environments_tools_and_system_message_answer_a_client() -> None:
     call = says(call_text("guess", {"number": 42}))
     async with service(call, says("It is 42."), env=guess) as at, client(at) as asks:
         models = [model.id async for model in asks.models.list()]
@@ -127,7 +125,7 @@ async def with_a_helper(task: Any, agent: agentloop.Agent) -> float:
     return 1.0
 
 
-async def test_another_agent_of_the_environment_speaks_first_but_not_to_the_client() -> None:
+async def test_another_agent_speaks_first_but_not_to_the_client() -> None:
     async with service(says("look up"), says("done"), env=with_a_helper) as at:
         async with client(at) as asks:
             stream = await asks.chat.completions.create(

@@ -89,7 +89,7 @@ def headings(reasoning: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-async def test_calls_of_a_turn_are_told_one_by_one_and_its_text_once(name: str) -> None:
+async def test_calls_are_shown_separately_and_the_text_once(name: str) -> None:
     form, calls = FORMS[name], CALLS[: 1 if FORMS[name].one_call else 2]
     calling, dice = form.before + form.text(calls), random.Random(name)
     for _ in range(4):

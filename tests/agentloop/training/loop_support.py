@@ -7,7 +7,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,12 +187,12 @@ async def run_loop(
     run = RunFolder(folder / "run", "" if restored is None else None)
     fake = fake or FakeSGLang([5])
     router_settings = RouterSettings(probe_interval_s=0.01)
-    async with fake.serving(), http_session() as session, AsyncExitStack() as opened:
+    async with fake.serving(), http_session() as session:
         async with (
             Router.open([SGLangServer(fake.url, session)], router_settings) as router,
             Grader(RewardSettings(function="exact"), reward) as grader,
+            GroupQueue.open(run.path / "queue.sqlite") as queue,
         ):
-            queue = await opened.enter_async_context(GroupQueue.open(run.path / "queue.sqlite"))
             report = report or RecordedReport()
             context = RunContext(
                 LoopSettings(

@@ -229,7 +229,7 @@ async def test_conversation_that_its_environment_stopped_is_not_trained_on() -> 
     assert set(advantages(rows)) == {"a", "b"}
 
 
-async def test_stopped_conversation_does_not_change_what_later_ones_are_compared_with() -> None:
+async def test_stopped_conversation_does_not_change_later_baselines() -> None:
     """Each rollout has two conversations of one turn; the first one of the last is stopped."""
     episodes = []
     for number, key in enumerate("abcd"):
@@ -375,7 +375,7 @@ async def test_rewards_may_count_beside_the_teacher() -> None:
     )
 
 
-async def test_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> None:
+async def test_failing_teacher_leaves_no_reward_instead_of_zero() -> None:
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
     result = await rolled_out(group, credit=DISTILL, teacher=Judge({"b"}))
     assert [row.reward for row in result.rows] == [1.0, None]
@@ -408,7 +408,7 @@ async def test_rollout_that_the_teacher_refuses_has_no_reward() -> None:
     }
 
 
-async def test_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
+async def test_group_lost_to_the_infrastructure_is_rolled_out_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from agentloop.errors import ServerRefused, ServerUnavailable, SettingsError
 from agentloop.models import SMALL
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.teacher_client import open_teacher
-from agentloop.trajectory import Trajectory, Turn
+from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +69,11 @@ class FakeTeacher:
             [-id / 10, id, None] for id in requests["input_ids"][requests["logprob_start_len"] :]
         ]
         reported[0][0] = None
-        return web.json_response(self.answer or {"meta_info": {"input_token_logprobs": reported}})
+        meta: dict[str, Any] = {"input_token_logprobs": reported}
+        if compared := requests.get("token_ids_logprob"):
+            table = [[-id / 10, id, None] for id in compared]
+            meta["input_token_ids_logprobs"] = [None] + [table] * (len(reported) - 1)
+        return web.json_response(self.answer or {"meta_info": meta})
 
 
 @asynccontextmanager
@@ -92,6 +97,24 @@ async def test_sampled_tokens_of_all_turns_are_judged_by_one_request() -> None:
     (requests,) = fake.asked
     assert requests["input_ids"] == MADE.ids
     assert requests["sampling_params"]["max_new_tokens"] == 0
+
+
+@pytest.mark.parametrize("max_compared", [1, 5, 1 << 14])
+async def test_teacher_is_compared_over_the_kept_ids(
+    max_compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.training.teacher_client._MAX_COMPARED", max_compared)
+    first = TruncatedTurn([5, 6], [-1.0, 0.0], observation_ids=[7])
+    first.kept.extend([[5, 9], [6]])
+    last = TruncatedTurn([8], [-1.0])
+    last.kept.extend([[2, 8, 4]])
+    fake = FakeTeacher()
+    async with taught(fake) as teacher:
+        logprobs = await teacher(Trajectory("t", [3, 4], [first, last]))
+    total = math.exp(-0.2) + math.exp(-0.8) + math.exp(-0.4)
+    expected = [-math.log(1 + math.exp(-0.4)), 0.0, -0.8 - math.log(total)]
+    assert logprobs == pytest.approx(expected)
+    assert len(fake.asked) == {1: 4, 5: 3, 1 << 14: 1}[max_compared]
 
 
 async def test_no_teacher_is_opened_where_none_is_needed() -> None:

@@ -70,7 +70,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         super().__init__(model_runner)
         self._groups: list[Group | int] | None = None  # of this forward; a number: one by the loop
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: object) -> None:
         super().init_forward_metadata(forward_batch)
         self._groups = None
 
@@ -84,7 +84,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
         encoder_lens: torch.Tensor | None = None,
-        **options: Any,
+        **options: object,
     ) -> torch.Tensor:
         loop = partial(super()._run_sdpa_forward_decode, encoder_lens=encoder_lens, **options)
         heads = (query, output, k_cache, v_cache)
@@ -102,7 +102,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         extend_prefix_lens: torch.Tensor,
         extend_seq_lens: torch.Tensor,
         encoder_lens: torch.Tensor | None = None,
-        **options: Any,
+        **options: object,
     ) -> torch.Tensor:
         loop = partial(super()._run_sdpa_forward_extend, encoder_lens=encoder_lens, **options)
         heads = (query, output, k_cache, v_cache)

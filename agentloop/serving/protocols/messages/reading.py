@@ -154,7 +154,7 @@ def of_messages(
         yield from _of_user(blocks) if role == "user" else _of_assistant(blocks)
 
 
-def _blocks(message: ConversationMessage) -> Sequence[Any]:
+def _blocks(message: ConversationMessage) -> Sequence[object]:
     content = message.content
     blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
     if message.role != "system":

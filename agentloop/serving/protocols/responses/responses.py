@@ -13,7 +13,6 @@ from typing import Annotated, Literal, get_args
 import pydantic
 
 from agentloop.errors import RequestError, Unsupported
-from agentloop.plain_json import JsonObject
 from agentloop.serving.protocols.responses.items import (
     INPUT_ITEMS,
     TEXT_PARTS,
@@ -205,7 +204,7 @@ class ResponsesRequest(SamplingFields):
 
     @classmethod
     def parse(
-        cls, body: bytes, item_of: Callable[[object], JsonObject | None] = lambda id: None
+        cls, body: bytes, item_of: Callable[[object], dict[str, object] | None] = lambda id: None
     ) -> ResponsesRequest:
         """Parse a request body.
 
@@ -348,7 +347,7 @@ class ResponsesRequest(SamplingFields):
                 return {"type": text_format.type}
 
 
-def _item_itself(item: object, item_of: Callable[[object], JsonObject | None]) -> object:
+def _item_itself(item: object, item_of: Callable[[object], dict[str, object] | None]) -> object:
     """Return the item that a reference names, if it is known, or the item that it is."""
     if not isinstance(item, dict) or not {"id"} <= item.keys() <= {"id", "type"}:
         return item

@@ -20,7 +20,7 @@ class ResponseStore:
     def __init__(self) -> None:
         self._conversations: OrderedDict[str, Sequence[Message]] = OrderedDict()
         self._sizes: dict[str, int] = {}
-        self._items: dict[str, JsonObject] = {}
+        self._items: dict[str, dict[str, object]] = {}
         self._item_ids: dict[str, list[str]] = {}  # by response
         self._num_chars = 0
 

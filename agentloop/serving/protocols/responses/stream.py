@@ -53,10 +53,10 @@ class ResponseObject(TypedDict):
     created_at: int
     model: str
     status: ResponseStatus
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, Any] | None
+    error: dict[str, object] | None
+    incomplete_details: dict[str, object] | None
     output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
+    usage: dict[str, object] | None
     stop_reason: NotRequired[StopReason]
 
 
@@ -130,7 +130,7 @@ class ResponsesStream:
         self._custom_tools = request.custom_tools
         self._namespaces = request.namespaces
         self._thought = _SUMMARY if request.wants_summary else _THOUGHT
-        self._output: list[dict[str, Any]] = []
+        self._output: list[dict[str, object]] = []
         self._open: _OpenItem | None = None
         self._num_events = 0
         self._finish: FinishReason = "stop"  # failed rollouts have an error instead of a last chunk

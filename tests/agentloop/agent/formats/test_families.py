@@ -198,7 +198,7 @@ def test_calls_and_markup_are_not_shown(name: str) -> None:
     "text", ['{"name": "Ada", "parameters": {"born": 1815}}', "[ada(born=1815)]"]
 )
 @pytest.mark.parametrize("name", ["llama-json", "llama-pythonic"])
-def test_without_tools_what_looks_like_an_unmarked_call_is_the_answer(name: str, text: str) -> None:
+def test_unmarked_call_is_an_answer_if_there_are_no_tools(name: str, text: str) -> None:
     split = functools.partial(chat_of(name).family.channels, has_tools=False)
     assert answer_in(text, reasoning=False, split=split) == text
 

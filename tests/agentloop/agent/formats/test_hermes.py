@@ -91,7 +91,7 @@ def test_call_is_returned_with_its_last_token(tags: bool) -> None:
 
 
 @BY_ID_AND_BY_TEXT
-def test_call_left_open_at_the_end_of_the_turn_is_malformed(tags: bool) -> None:
+def test_unclosed_call_at_the_end_of_a_turn_is_malformed(tags: bool) -> None:
     chat = chat_format(tags=tags)
     (call,) = feed(chat, written(chat, 'so <tool_call>\n{"name": "f"'))
     assert call.error is not None
@@ -99,7 +99,7 @@ def test_call_left_open_at_the_end_of_the_turn_is_malformed(tags: bool) -> None:
     assert '{"name": "f"' in call.raw
 
 
-def test_opening_tag_within_a_call_makes_it_malformed_and_starts_another() -> None:
+def test_opening_tag_within_a_malformed_call_starts_another() -> None:
     chat = chat_format()
     first, second = feed(chat, written(chat, '<tool_call>{"name": ' + call_text("f", {})))
     assert first.error is not None

@@ -39,7 +39,7 @@ def test_arguments_are_literals_of_python_or_json(text: str, arguments: dict[str
         "-'a'",
     ],
 )
-def test_argument_that_is_not_a_literal_has_the_same_error_each_time(value: str) -> None:
+def test_argument_that_is_no_literal_always_has_the_same_error(value: str) -> None:
     name, arguments, error = decode_python_call(f"f(x={value})")
     assert (name, arguments) == ("f", {})
     assert error == "the argument 'x' of the tool call is not a literal"
@@ -60,7 +60,7 @@ def test_argument_that_is_not_a_literal_has_the_same_error_each_time(value: str)
         f"f(x={'-' * 9000}1)",
     ],
 )
-def test_text_other_than_a_call_with_named_arguments_is_an_error(text: str) -> None:
+def test_only_a_call_with_named_arguments_is_valid(text: str) -> None:
     _, arguments, error = decode_python_call(text)
     assert not arguments
     assert error

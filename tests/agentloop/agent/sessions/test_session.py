@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from agentloop.events import (
 )
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.kept_ids import KeptIds
 from agentloop.serving.protocols.chat.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.trajectory import Message, StopReason, Trajectory
 from tests.support import (
@@ -133,7 +135,7 @@ async def test_calls_and_their_responses_go_on_from_the_sampled_ids() -> None:
     assert record.stop_reason is StopReason.ANSWERED
 
 
-async def test_edited_answer_begins_a_branch_that_goes_on_from_the_turn_before() -> None:
+async def test_edited_answer_begins_a_branch_after_the_previous_turn() -> None:
     client = Client(reply("one"), reply("two"), reply("three"))
     first = await client.ask(user("a"))
     second = await client.ask(user("a"), first, user("b"))
@@ -454,7 +456,7 @@ async def test_full_session_is_refused() -> None:
         await client.ask(user("b"))
 
 
-async def test_turns_and_branches_have_seeds_of_their_own_unless_the_client_sets_one() -> None:
+async def test_turns_and_branches_differ_in_seed_unless_it_is_set() -> None:
     client = Client(
         reply("one"),
         reply("two"),
@@ -478,7 +480,7 @@ ACTIONS = st.sampled_from(["go on", "retry", "edit", "compact", "back", "fork", 
 @pytest.mark.timeout(120)
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(ACTIONS, TEXTS, st.booleans()), max_size=12), st.randoms())
-def test_whatever_a_client_sends_each_sampled_token_is_an_output_once(
+def test_each_sampled_token_is_an_output_exactly_once(
     actions: list[tuple[str, str, bool]], random: Any
 ) -> None:
     anyio.run(_play, actions, random)
@@ -535,7 +537,7 @@ async def _play(actions: list[tuple[str, str, bool]], random: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_requests", "waited_s"), [(1, 5.0), (2, 0.0)])
-async def test_only_a_request_that_is_alone_counts_as_waiting_for_a_server(
+async def test_only_a_lone_request_counts_as_waiting_for_a_server(
     monkeypatch: pytest.MonkeyPatch, num_requests: int, waited_s: float
 ) -> None:
     now_s = 100.0
@@ -593,7 +595,7 @@ async def test_tokens_read_before_a_failure_stay_in_a_branch(is_read: bool) -> N
         assert client.reasons[1] == "the infrastructure failed before the end of the message"
 
 
-async def test_first_message_that_was_cut_off_and_is_asked_again_says_so() -> None:
+async def test_repeated_first_message_says_that_it_was_cut_off() -> None:
     client = Client([*chunks([5, 6], end=None), ServerUnavailable("gone")], reply("one"))
     with pytest.raises(ServerError):
         await client.session.complete(TurnRequest([user("a")]), as_message, client.events.append)
@@ -628,7 +630,7 @@ async def test_unfinished_message_is_kept_when_its_client_is_stopped(
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
-async def test_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else(
+async def test_abandoned_message_is_kept_if_there_is_nothing_else(
     asks_again: bool,
 ) -> None:
     cut = written(CHAT, "endless")
@@ -653,7 +655,7 @@ async def test_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else(
         ({"mood": None}, False),
     ],
 )
-async def test_another_field_of_a_message_counts_where_the_template_reads_it(
+async def test_message_fields_that_the_template_reads_are_compared(
     message: Message, is_read: bool
 ) -> None:
     source = TEMPLATE.replace("+ message.role +", "+ message.role + (message.mood or '') +")
@@ -687,7 +689,7 @@ async def test_history_that_was_asked_before_is_not_compared_again(
     assert compared[-2] == len(history)
 
 
-async def test_branch_waits_for_its_client_after_each_message_and_each_failure() -> None:
+async def test_branch_waits_for_its_client_after_messages_and_failures() -> None:
     client = Client(reply("1"), [ServerUnavailable("gone")], reply("2"))
     first = await client.ask(user("a"))
     history = [user("a"), first, user("b")]
@@ -702,3 +704,21 @@ async def test_branch_waits_for_its_client_after_each_message_and_each_failure()
     assert (
         first.started_s <= first.ended_s <= second.started_s <= second.ended_s <= record.elapsed_s
     )
+
+
+async def test_branches_keep_the_kept_ids_of_their_turns() -> None:
+    def kept(made: list[Chunk]) -> list[Chunk]:
+        return [replace(chunk, kept=[[id, id + 1] for id in chunk.ids]) for chunk in made]
+
+    sampling = Sampling(top_p=0.9, top_k=20).for_training()
+    client = Client(kept(reply("one")), kept(reply("two")), kept(reply("three")), sampling=sampling)
+    first = await client.ask(user("a"))
+    await client.ask(user("a"), first, user("b"))
+    await client.ask(user("a"), first, user("c"))
+    assert [len(record.turns) for record in client.branches] == [2, 1]
+    for record in client.branches:
+        expected = [
+            [id, id + 1] if is_sampled else []
+            for id, is_sampled in zip(record.ids, record.mask, strict=True)
+        ]
+        assert record.kept == KeptIds(expected)

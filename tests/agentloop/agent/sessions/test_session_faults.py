@@ -25,7 +25,7 @@ from tests.support import END, TEMPLATE, call_text, chunks, template, tokenizer
 pytestmark = pytest.mark.anyio
 
 
-async def test_changed_reasoning_of_a_message_that_was_not_sampled_is_an_edit() -> None:
+async def test_changed_reasoning_of_an_unsampled_message_is_an_edit() -> None:
     def example(thought: str) -> Message:
         return {"role": "assistant", "content": "4", "reasoning_content": thought}
 
@@ -131,7 +131,7 @@ async def test_tokens_read_before_the_session_was_closed_are_recorded() -> None:
     assert client.branches == [record]
 
 
-async def test_responses_to_calls_whose_ids_a_client_has_changed_name_the_sampled_ones() -> None:
+async def test_responses_name_sampled_calls_after_a_client_changed_their_ids() -> None:
     written = "+ message.content + '\n</tool"
     source = TEMPLATE.replace(written, f"+ message.tool_call_id {written}")
     assert source != TEMPLATE

@@ -59,7 +59,7 @@ def test_environment_is_shown_with_all_parts(
     assert "s in all rollouts: model " in out
 
 
-def test_transcript_has_the_messages_of_the_environment_between_those_of_the_model(
+def test_transcript_interleaves_messages_of_environment_and_model(
     fake: FakeSGLang, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", "try", f"{HERE}:two_replies", *settings_for(fake), "num_rollouts=1"]) == 0

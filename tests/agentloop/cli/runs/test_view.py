@@ -207,7 +207,7 @@ async def test_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         tasks.cancel_scope.cancel()
 
 
-def test_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Path) -> None:
+def test_sample_is_a_finished_run_with_timings(tmp_path: Path) -> None:
     out = tmp_path / "sample.html"
     assert main(["runs", "view", "--sample", "--export", str(out)]) == 0
     contents = bodies(out)

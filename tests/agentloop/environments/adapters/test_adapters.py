@@ -65,7 +65,7 @@ async def test_object_of_a_library_is_closed_also_after_an_error() -> None:
     assert item.num_closed == 2
 
 
-async def test_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_alone() -> None:
+async def test_hanging_call_ends_at_its_deadline_without_closing_its_resources() -> None:
     item, release = Closable(), threading.Event()
 
     def hang() -> None:
@@ -154,7 +154,7 @@ def test_option_that_a_puzzle_does_not_have_is_refused(gym: Any) -> None:
         task_of(reasoning_gym.puzzle.with_arguments(arguments))
 
 
-async def test_game_that_does_not_exist_or_has_no_points_is_refused(
+async def test_unknown_game_or_game_without_points_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
@@ -188,6 +188,7 @@ class Lock:
         self.schema: Any = {"properties": {"number": number}, "required": ["number"]}
         self.num_open = self.most_open = 0
         self.reward: float | None = 0.5  # of a step
+        self.state: Any = {}
         self.awaited = 0  # sessions that must have been open at a time before any is answered
 
     async def describe(self, request: web.Request) -> web.Response:
@@ -204,7 +205,10 @@ class Lock:
                 requests = json.loads(message.data)
                 if '"number": 13' in message.data:
                     break
-                await socket.send_json(self.answer(requests["type"], requests["data"]))
+                if requests == {"type": "state"}:
+                    await socket.send_json({"type": "state", "data": self.state})
+                else:
+                    await socket.send_json(self.answer(requests["type"], requests["data"]))
         finally:
             self.num_open -= 1
         return socket
@@ -242,7 +246,7 @@ def numbers(*said: str) -> Scripted:
     return Scripted(lambda observed: said[(len(observed) - 1) // 2])
 
 
-async def test_episode_ends_when_the_server_says_so_and_its_rewards_are_added() -> None:
+async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:
     lock = Lock()
     async with serving(lock) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
@@ -256,6 +260,18 @@ async def test_episode_ends_when_the_server_says_so_and_its_rewards_are_added() 
     assert '"number"' in system["content"]
     assert first["content"] == f"seed {seed} 2"
     assert lock.num_open == 0
+
+
+@pytest.mark.parametrize("forged", [1.0, -1.0, float("nan"), float("inf")])
+async def test_servers_checks_count_and_not_a_forged_reward(forged: float) -> None:
+    lock = Lock()
+    lock.reward = forged  # as of a file that the agent has written
+    lock.state = {"verify_results": [{"success": True}, {"success": False}, {"success": "yes"}, 1]}
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        (episode,) = await play(environment, numbers('{"number": 3}'))
+    assert episode.reward is not None
+    assert episode.reward.value == 0.25
 
 
 async def test_missing_rewards_are_not_zero() -> None:

@@ -85,7 +85,7 @@ def test_weights_may_change_when_a_run_goes_on() -> None:
     assert abs(drawn["easy"] - 30) <= 1  # what was drawn before is not made up for
 
 
-def test_after_a_change_of_weights_no_environment_has_many_turns_in_a_row() -> None:
+def test_changed_weights_give_no_environment_many_consecutive_turns() -> None:
     for drawn in range(1, 30):
         source = mixed(easy=90, hard=10)
         list(islice(source, drawn))
@@ -133,7 +133,7 @@ def test_only_listed_tasks_are_all_known(tmp_path: Path) -> None:
     assert MixedTasks(pair, {"a": 1, "b": 1, "c": 1}).distinct is None
 
 
-def test_task_that_is_passed_over_does_not_cost_its_environment_the_turn() -> None:
+def test_skipped_task_does_not_cost_its_environment_a_turn() -> None:
     offered: list[Task] = []
 
     def every_other(task: Task) -> bool:

@@ -410,7 +410,7 @@ def test_two_answers_to_one_problem_are_reported(
         assert len(caplog.records) == 2
 
 
-def test_rows_that_differ_in_other_fields_only_are_held_out_one_by_one(tmp_path: Path) -> None:
+def test_rows_that_differ_in_other_fields_are_held_out_separately(tmp_path: Path) -> None:
     """Their environment shows the model what differs."""
     games = [{"problem": "Play.", "answer": "won", "extra_info": {"seed": n}} for n in range(40)]
     source = opened(jsonl(tmp_path / "data.jsonl", games), held_out=0.3)

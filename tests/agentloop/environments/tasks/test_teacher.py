@@ -23,7 +23,7 @@ def tasks(count: int, *levels: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("level", [1, 2, 6])
-def test_two_in_five_are_right_and_two_in_five_calls_fail(level: int) -> None:
+def test_teacher_errs_in_the_expected_shares_of_dialogues(level: int) -> None:
     requests = tasks(3000, level)
     num_right = num_calls = num_faulty = 0
     ratios = []

@@ -117,7 +117,7 @@ async def test_server_that_dies_is_restarted_and_its_clients_know_first() -> Non
     assert (a.num_starts, b.num_starts) == (1, 0)
 
 
-async def test_server_that_dies_while_the_learner_has_the_gpus_starts_afterwards() -> None:
+async def test_dead_server_restarts_after_the_learner_frees_the_gpus() -> None:
     process, clients = Process("a"), Clients()
     clients.may_start = anyio.Event()
     async with keeping(clients, process):

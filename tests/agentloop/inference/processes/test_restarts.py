@@ -22,7 +22,7 @@ def test_restarts_are_bounded_in_every_window(gaps: list[float], max_restarts: i
             starts.append(now_s)
 
 
-def test_delay_doubles_up_to_half_a_minute_and_starts_again_after_the_window() -> None:
+def test_restart_delay_doubles_to_half_a_minute_within_the_window() -> None:
     restarts = Restarts(8, window_s=600.0)
     assert [restarts.record_death(0.0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, None]
     assert restarts.record_death(599.9) is None

@@ -575,7 +575,7 @@ async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
     assert stub.left == []
 
 
-async def test_giving_up_a_server_is_logged_and_giving_up_the_last_one_raises(
+async def test_giving_up_servers_is_logged_and_raises_for_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stubs = [Stub(tmp_path / name) for name in "ab"]

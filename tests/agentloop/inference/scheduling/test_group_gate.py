@@ -109,7 +109,7 @@ async def test_rollout_of_several_conversations_holds_what_they_hold_together() 
         assert forecast.peak() == 0
 
 
-async def test_groups_of_conversations_are_admitted_by_the_prompt_that_siblings_shared() -> None:
+async def test_conversations_are_admitted_by_the_prompt_that_siblings_share() -> None:
     gate = gate_of([1400])
     async with gate.group("a", 1, 0, is_single=False):
         gate.record_length("a.0", 10, num_shared=1000)

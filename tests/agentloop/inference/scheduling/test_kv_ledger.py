@@ -216,7 +216,7 @@ def test_reserve_is_used_up_and_renewed_within_the_budget() -> None:
     assert (pool.num_live, pool.num_reserved) == (75, 0)
 
 
-def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
+def test_trajectory_that_is_away_too_long_loses_its_tokens() -> None:
     made = ledger(100)
     made.reserve("s", A, 30, 0, key="k")
     made.park("s", 0.0)

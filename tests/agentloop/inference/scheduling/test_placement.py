@@ -113,7 +113,7 @@ def test_kv_lets_siblings_share_until_others_are_much_less_busy() -> None:
     assert choose(books, sibling).rank != RANKS[2]
 
 
-def test_kv_keeps_capacity_for_returning_trajectories_unless_a_request_waited_for_long() -> None:
+def test_returning_trajectories_have_priority_unless_a_request_waited_long() -> None:
     books = ledger(1000)
     for rank in RANKS:
         place(books, rank, rank.server, 700)

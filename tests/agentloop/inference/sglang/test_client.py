@@ -83,6 +83,25 @@ async def test_top_logprobs_are_reported_if_requested(
     assert {chunk.cached_tokens for chunk in inputs} == {2}
 
 
+@pytest.mark.parametrize("tokens_a_frame", [1, 5, 100])
+@pytest.mark.parametrize("incremental", [True, False])
+@pytest.mark.parametrize("num_top", [0, 2])
+async def test_kept_ids_are_reported_if_requested(
+    incremental: bool, tokens_a_frame: int, num_top: int
+) -> None:
+    fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
+    inputs: list[Chunk] = []
+    params = Sampling(top_k=20).to_sglang(max_new_tokens=100, stop_ids=(99,))
+    async with client(fake) as server:
+        await server.generate(
+            PROMPT, params, rid="r", on_chunk=inputs.append, num_top_logprobs=num_top, kept_ids=True
+        )
+    assert [kept for chunk in inputs for kept in chunk.kept] == [[id, id + 1] for id in ANSWER]
+    assert join(inputs) == (ANSWER, [logprob(at) / 2 for at in range(len(ANSWER))])
+    (request,) = fake.requests
+    assert request["return_logprob"] == bool(num_top)  # else nobody reads them
+
+
 async def test_requests_use_sglangs_parameters() -> None:
     fake = FakeSGLang(ANSWER, end="length")
     async with client(fake) as server:

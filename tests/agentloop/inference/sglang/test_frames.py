@@ -97,7 +97,7 @@ def test_frames_that_arrive_together_become_one_chunk_per_version() -> None:
     assert (reader.num_tokens, reader.ended) == (4, True)
 
 
-def test_stream_that_is_done_without_a_last_frame_has_not_ended() -> None:
+def test_stream_without_a_last_frame_has_not_ended() -> None:
     reader = ChunkReader(lambda chunk: None)
     assert not reader.feed(frame(1, upto=1) + b"data: [DONE]\n\n")
     assert not reader.ended
@@ -142,3 +142,39 @@ def test_alternatives_without_probability_are_left_out() -> None:
     top = [[[-0.1, 3, None], [None, 4, None]]]
     ChunkReader(chunks.append).feed(frame(3, upto=1, output_top_logprobs=top))
     assert chunks[0].top_logprobs == [[(-0.1, 3)]]
+
+
+def kept_frame(*tokens: tuple[int, float, list[int]], upto: int, **meta: Any) -> bytes:
+    """Return a frame with tokens, each with its log-probability among its kept ids."""
+    return frame(
+        *(id for id, _, _ in tokens),
+        upto=upto,
+        output_token_sampling_mask=[kept for _, _, kept in tokens],
+        output_token_sampling_logprobs=[logprob for _, logprob, _ in tokens],
+        **meta,
+    )
+
+
+def test_kept_ids_come_with_log_probabilities_among_them() -> None:
+    chunks: list[Chunk] = []
+    reader = ChunkReader(chunks.append)
+    all_so_far = kept_frame((3, -0.5, [3, 4]), (5, 0.0, [5]), upto=2)  # it does not stream deltas
+    reader.feed(kept_frame((3, -0.5, [3, 4]), upto=1))
+    reader.feed(all_so_far)
+    reader.feed(kept_frame((6, -1.5, [7, 6, 8]), upto=3, finish={"type": "stop"}))
+    assert [chunk.kept for chunk in chunks] == [[[3, 4]], [[5]], [[7, 6, 8]]]
+    assert [chunk.logprobs for chunk in chunks] == [[-0.5], [0.0], [-1.5]]
+
+
+@pytest.mark.parametrize(
+    "kept", [[], [4, 5], [3, None], [3, 4.5], [3, "4"], [3, *range(4, 4100)], None]
+)
+def test_kept_ids_without_the_sampled_one_are_refused(kept: Any) -> None:
+    with pytest.raises(InvalidFrame):
+        ChunkReader(lambda chunk: None).feed(kept_frame((3, -0.5, kept), upto=1))
+
+
+def test_missing_kept_ids_are_refused() -> None:
+    data = kept_frame((3, -0.5, [3]), upto=1).replace(b"[[3]]", b"[]")
+    with pytest.raises(InvalidFrame):
+        ChunkReader(lambda chunk: None).feed(data)

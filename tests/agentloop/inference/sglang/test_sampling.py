@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ def test_each_sibling_has_its_own_seed_within_63_bits() -> None:
     seeds = [Sampling(seed=last).of_sibling(index).seed for index in range(3)]
     assert seeds == [last, 0, 1]
     assert Sampling().of_sibling(1) == Sampling()
+
+
+def test_only_a_cut_distribution_is_recorded_for_training() -> None:
+    whole, cut = Sampling(seed=3), Sampling(seed=3, top_k=20)
+    assert whole.for_training() is whole
+    assert not cut.records_kept_ids
+    recorded = cut.for_training().of_group("g").of_sibling(1)
+    assert pickle.loads(pickle.dumps(recorded)).records_kept_ids
+    assert recorded.to_sglang(max_new_tokens=1, stop_ids=()) == cut.of_group("g").of_sibling(
+        1
+    ).to_sglang(max_new_tokens=1, stop_ids=())
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def placed(
 
 
 @pytest.mark.full
-async def test_server_restarts_on_its_node_with_its_url_and_elsewhere_with_another(
+async def test_restarted_server_keeps_its_url_only_on_the_same_node(
     tmp_path: Path,
 ) -> None:
     fake, clients = FakeCluster(), Watching()
@@ -190,7 +190,7 @@ async def test_without_a_place_a_start_fails_with_what_is_missing(tmp_path: Path
     assert fake.started == []
 
 
-async def test_processes_leave_a_node_that_drains_when_another_has_place_for_them() -> None:
+async def test_processes_leave_a_draining_node_for_one_with_room() -> None:
     fake, remaining = FakeCluster(), list[list[str]]()
     run = placed(fake)
     pair = fake.nodes

@@ -173,7 +173,7 @@ def test_processes_of_a_lost_node_are_placed_elsewhere(
     check(kept, remaining, colocated=colocated)
 
 
-def test_error_names_all_that_have_no_place_and_what_is_free() -> None:
+def test_error_names_unplaced_processes_and_free_resources() -> None:
     processes = processes_of(
         ClusterSettings(sandbox_hosts=1),
         ServerSettings(count=2, tp_size=8),

@@ -89,7 +89,7 @@ class OneActor(RayCluster):
         return self.actor
 
 
-async def test_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
+async def test_remote_call_returns_a_result_or_reports_a_lost_actor() -> None:
     bug = RayTaskError("ZeroDivisionError")
     actor = actor_with(group=3, lost=RayError("The actor died\nof something"), wrong=bug)
     remote = RemoteActor(FakeRay(), actor)
@@ -100,7 +100,7 @@ async def test_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
         await remote.call("wrong")
 
 
-async def test_nodes_that_are_lost_or_drain_get_no_processes_but_the_trainers_own_does() -> None:
+async def test_only_the_trainers_own_node_is_usable_while_draining() -> None:
     nodes = ("one", True), ("two", True), ("lost", False), ("mine", True)
     ray = FakeNodes(*nodes, draining={"two": 0, "mine": 1, "lost": 5}, mine="mine")
     cluster = RayCluster(ClusterSettings(), ray)
@@ -116,7 +116,7 @@ async def test_actor_that_does_not_start_is_killed() -> None:
     assert ray.killed == [actor]
 
 
-async def test_rank_shares_the_gpus_that_ray_reserved_for_a_runtime_once_it_has_started(
+async def test_rank_shares_the_reserved_gpus_of_a_started_runtime(
     tmp_path: Path,
 ) -> None:
     actor = actor_with(about=(distribution.version(), ("5", "7")), start=RayError("no"))

@@ -104,7 +104,7 @@ def by(actual: dict[str, RolledOut]) -> set[tuple[str, str]]:
 # --- groups -------------------------------------------------------------------------------------
 
 
-async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder: Path) -> None:
+async def test_all_runtimes_roll_out_whole_groups(folder: Path) -> None:
     first, two = Player("one"), Player("two")
     names = [str(number) for number in range(12)]
     async with playing(first, two) as runtimes:
@@ -135,7 +135,7 @@ async def test_runtime_without_room_gets_no_groups(folder: Path) -> None:
     assert full.asked
 
 
-async def test_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder: Path) -> None:
+async def test_groups_of_a_lost_runtime_go_to_another(folder: Path) -> None:
     first, two, stated = Player("one"), Player("two"), list[str]()
     first.gate, two.capacity = anyio.Event(), anyio.Event()
     actual: dict[str, RolledOut] = {}
@@ -297,7 +297,7 @@ async def test_runtimes_close_before_their_actors_are_killed(folder: Path) -> No
     assert actor.is_killed
 
 
-def test_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
+def test_anyio_works_outside_of_tasks_on_the_runtimes_loop() -> None:
     """Ray calls an actor's methods on a loop that anyio did not begin, such as this."""
     done: list[anyio.Event] = []
 
@@ -347,7 +347,7 @@ async def test_runtime_that_cannot_load_rolls_out_nothing_until_it_can(folder: P
         assert bad.versions == ["0", "1"]
 
 
-async def test_folder_that_a_node_does_not_see_is_an_error_that_says_so(folder: Path) -> None:
+async def test_folder_invisible_to_a_node_is_a_clear_error(folder: Path) -> None:
     async with playing(Player("one")) as runtimes:
         with pytest.raises(ServerError, match=r"no runtime could load version 0.*does not exist"):
             await synced(runtimes, folder / "elsewhere")
@@ -435,7 +435,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
             yield runtimes, players
 
 
-async def test_run_with_runtimes_trains_on_the_same_batches_as_one_without(
+async def test_runtimes_do_not_change_the_batches_of_a_run(
     tmp_path: Path,
 ) -> None:
     """This holds even if one of them is killed with each step."""

@@ -155,7 +155,7 @@ def test_reward_of_the_rollout_counts_beside_those_of_its_turns() -> None:
     assert second == pytest.approx([0.0, -0.7071], abs=1e-4)
 
 
-def test_turn_that_only_one_rollout_reaches_has_nothing_to_be_compared_with() -> None:
+def test_turn_reached_by_a_single_rollout_has_no_baseline() -> None:
     group = [rollout(0.0, turn(1), turn(2, 5.0)), rollout(0.0, turn(1))]
     assert advantages(group, discount=0.0)[0] == [0.0] * 3
     assert advantages(group)[0] == pytest.approx([0.7071, 0, 0], abs=1e-4)  # the turn before it
@@ -317,7 +317,7 @@ def test_weights_of_a_group(group: list[RewardedRollout]) -> None:
 
 @given(st.lists(st.lists(FINITE, min_size=1, max_size=6), min_size=1, max_size=4))
 @hypothesis_settings(deadline=None)
-def test_credit_comes_back_from_the_journal_and_goes_into_the_batch(
+def test_credit_is_restored_from_the_journal_into_the_batch(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[list[float]]
 ) -> None:
     np = pytest.importorskip("numpy")

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy: pip install 'agentloop-rl[train]'")
 
+from agentloop.kept_ids import KeptIds
 from agentloop.learner.batch import Batch
 from agentloop.training.learner_client.batch import Sample, write_batch
 
@@ -24,3 +25,19 @@ def test_learner_reads_the_samples_that_were_written(tmp_path: Path) -> None:
     assert batch.advantages[batch.mask == 1].tolist() == [2.0] * 5
     assert batch.groups.tolist() == [0, 1, 2, 3, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
+
+
+def test_learner_reads_the_kept_ids(tmp_path: Path) -> None:
+    kept = KeptIds([[], [5, 8], [6]])
+    samples = [
+        Sample([4, 5, 6], [0, 1, 1], [0, -1.0, 0], 1.0, 0, kept=kept),
+        Sample([4, 5], [0, 1], [0, -1.0], 1.0, 0),  # from before the distribution was cut
+    ]
+    write_batch(tmp_path / "batch", samples)
+    batch = Batch.load(tmp_path / "batch")
+    assert batch.kept_counts is not None
+    assert batch.kept is not None
+    assert batch.kept_counts.tolist() == [0, 2, 1, 0, 0]
+    assert batch.kept.tolist() == [5, 8, 6]
+    write_batch(tmp_path / "batch", samples[1:])
+    assert Batch.load(tmp_path / "batch").kept is None

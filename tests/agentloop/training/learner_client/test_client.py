@@ -282,7 +282,7 @@ async def test_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.Monk
             assert "exit status 137" in await processes.wait_dead()
 
 
-async def test_file_of_the_users_with_the_packages_name_is_not_run(
+async def test_users_file_with_the_packages_name_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings are invalid, which the real learner reports first."""
@@ -388,7 +388,7 @@ async def test_start_that_fails_ends_the_block(
             await anyio.sleep_forever()
 
 
-async def test_learner_that_is_not_needed_any_more_does_not_go_on_starting(
+async def test_unneeded_learner_stops_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = kept(tmp_path, monkeypatch)

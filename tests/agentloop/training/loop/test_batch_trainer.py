@@ -99,7 +99,7 @@ async def test_three_steps_without_a_signal_are_explained_once(tmp_path: Path) -
     assert "step 3/5: reward 1.000, a signal in 0 of 3 groups" in report.lines[at - 1]
 
 
-async def test_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_path: Path) -> None:
+async def test_batch_does_not_depend_on_the_order_of_finished_groups(tmp_path: Path) -> None:
     batches = []
     for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 1])):
         ended = [anyio.Event() for _ in range(4)]
@@ -142,7 +142,7 @@ async def test_rollout_at_the_mean_counts_in_the_objective(tmp_path: Path) -> No
     assert advantages.count(0.0) == 6
 
 
-async def test_groups_with_equal_rewards_are_trained_on_unless_they_are_rejected(
+async def test_groups_with_equal_rewards_are_trained_on_unless_rejected(
     tmp_path: Path,
 ) -> None:
     def of_one_task(trajectory: Trajectory, task: Any) -> float:
@@ -208,7 +208,7 @@ async def test_shuffled_rewards_are_a_permutation_of_the_true_ones(tmp_path: Pat
     assert sorted(straight) == sorted(shuffled)
 
 
-async def test_two_batches_that_are_complete_at_once_are_both_trained_on(
+async def test_two_batches_complete_at_once_are_both_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_batch: Any = GroupBuffer.__dict__["has_batch"].fget

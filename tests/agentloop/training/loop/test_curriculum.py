@@ -79,7 +79,7 @@ def test_figures_without_rollouts_have_no_outcome() -> None:
 
 @given(observed=OBSERVED, policy=POLICIES, seed=SEEDS)
 @settings(deadline=None)
-def test_every_task_can_come_again_and_none_that_was_not_tried_is_passed_over(
+def test_any_task_may_repeat_and_untried_ones_are_kept(
     observed: list[tuple[str, GroupOutcome]], policy: DrawPolicy, seed: int
 ) -> None:
     curriculum = Curriculum(policy, seed=seed)
@@ -249,7 +249,7 @@ def test_generated_tasks_are_drawn_by_their_level() -> None:
     assert easy < hard < half / 3
 
 
-def test_filtered_stage_knows_its_tasks_by_id_even_if_they_were_generated() -> None:
+def test_filtered_stage_knows_even_generated_tasks_by_id() -> None:
     curriculum = Curriculum(BY_SOLVE_RATE)
     tasks = StageTasks(TaskSource.open(TasksSettings()), 1, curriculum)
     local = tasks.take(4)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import anyio
@@ -16,7 +17,7 @@ from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.loop.curriculum import Curriculum, DrawPolicy
-from agentloop.training.loop.group_buffer import GroupBuffer
+from agentloop.training.loop.group_buffer import GroupBuffer, Interrupted
 from agentloop.training.loop.queue import GroupQueue, QueuedGroup, StepNotes
 from agentloop.training.loop.stage_tasks import StageTasks
 from agentloop.training.run.control import RunControl
@@ -226,3 +227,36 @@ def test_slots_and_journal_agree_also_after_a_restart(
                 await play(buffer, queue, draws[restart_at:])
 
     anyio.run(run)
+
+
+async def test_group_of_which_something_was_kept_has_its_version(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_staleness=1) as (buffer, queue):
+        groups = [await buffer.admit() for _ in range(3)]
+        await queue.kept.add(groups[0].number, "1-t.0", -1, {})
+        await queue.kept.add(groups[0].number, "1-t.1", 0, {})
+        await queue.kept.add(groups[0].number, "1-t.1+1", 0, {})
+        await queue.kept.add(groups[1].number, "2-t.0", 0, {})
+    for live, versions in ((1, [0, 0, 1]), (3, [3, 3, 3])):
+        async with GroupQueue.open(tmp_path / "queue.sqlite") as queue:
+            buffer = GroupBuffer(
+                queue, RunControl(), batch_size=BATCH, max_staleness=1, max_bytes=1000
+            )
+            buffer.reset(live)
+            tasks = StageTasks(TaskSource.open(TasksSettings(kind="arithmetic")), 1)
+            interrupted = await buffer.begin_stage(tasks, num_groups=100, ids=None)
+            assert interrupted == Interrupted(3, num_ended=1, num_begun=2)
+            assert "1 rollout had ended" in interrupted.in_words(4)
+            assert "2 go on after their last turn, and 9 start anew" in interrupted.in_words(4)
+            assert [(await buffer.admit()).version for _ in range(3)] == versions
+            assert bool(await queue.kept.conversations()) is (live == 1)
+
+
+async def test_journal_without_kept_rollouts_is_resumed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (buffer, queue):
+        await buffer.admit()
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as earlier:
+        earlier.execute("DROP TABLE kept")
+    async with opened(tmp_path) as (buffer, queue):
+        group = await buffer.admit()
+        assert await queue.kept.of_group(group.number) == []
+        await finish(buffer, group)

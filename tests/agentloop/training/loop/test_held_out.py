@@ -84,7 +84,7 @@ class ByTask:
 
 
 @pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
-async def test_groups_are_in_the_order_of_their_tasks_without_refused_ones(
+async def test_groups_follow_the_order_of_accepted_tasks(
     refused: set[str],
 ) -> None:
     tasks = [Task(key, "?", "") for key in "abc"]

@@ -84,7 +84,7 @@ async def test_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None
 
 
 @pytest.mark.anyio
-async def test_figures_that_are_not_plain_data_are_refused_and_never_become_text(
+async def test_figures_that_are_not_plain_data_are_refused(
     tmp_path: Path,
 ) -> None:
     async with opened(tmp_path) as queue:

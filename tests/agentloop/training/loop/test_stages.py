@@ -89,7 +89,7 @@ async def test_extreme_arguments_of_tool_calls_do_not_end_a_run(tmp_path: Path) 
     assert "too large" in second["trajectory"]["turns"][0]["calls"][0]["error"]
 
 
-async def test_outage_ends_the_run_and_its_tasks_are_trained_on_later(
+async def test_tasks_of_an_outage_are_trained_on_after_resuming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
@@ -295,7 +295,7 @@ def sum_tasks(folder: Path, cursor: dict[str, Any] | None = None) -> TaskSource:
     return TaskSource.open(TasksSettings(kind="jsonl", paths=[file]), cursor)
 
 
-async def test_curriculum_retires_solved_tasks_and_a_resumed_run_draws_the_same(
+async def test_curriculum_retires_solved_tasks_and_resumes_identically(
     tmp_path: Path,
 ) -> None:
     settings: dict[str, Any] = {"curriculum": True, "steps": 24, "evaluate_every": 0}

@@ -44,7 +44,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
 
 
-async def test_without_evaluations_only_groups_run_and_the_last_step_is_saved_once(
+async def test_last_step_is_saved_once_without_evaluations(
     tmp_path: Path,
 ) -> None:
     learner, run_group, _ = await run_loop(tmp_path, steps=2, evaluate_every=0, checkpoint_every=1)
@@ -331,7 +331,7 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
     assert query_journal(run, query) == [(step, 3) for step in range(1, 6)]
 
 
-async def test_run_drained_in_its_first_stage_does_not_begin_the_second(tmp_path: Path) -> None:
+async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = open_rollouts(tasks)
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}

@@ -50,7 +50,7 @@ def test_papers_64_gpus_have_one_process_each() -> None:
     assert where[ProcessKind.SERVER].isdisjoint(where[ProcessKind.RANK])
 
 
-def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> None:
+def test_runtimes_of_the_papers_run_share_nodes_with_servers() -> None:
     cluster_plan = plan_for("paper-stage1", "8x128,8x80,2048", "cluster.runtimes=4")
     runtimes = [
         placement
@@ -68,7 +68,7 @@ def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> Non
     assert any("runtime 4" in line for line in cluster_plan.lines())
 
 
-def test_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest() -> None:
+def test_fine_tuning_ranks_are_placed_before_other_processes() -> None:
     recipe = [RECIPES / "laptop.toml"]
     one_each = ["sft.ranks.nproc_per_node=1", "sft.ranks.threads=2"]
     several = [*one_each, "ranks.nodes=2", "ranks.nproc_per_node=2"]

@@ -219,6 +219,11 @@ def test_tokens_and_disk() -> None:
     assert every.checkpoints == 43 * every.checkpoint
     assert plan_for("roc.down_sample_to_n=0").num_kept == 512 * 32
     assert plan_for("loop.group_size=8").num_kept == 512 * 8
+    cut = plan_for("sampling.top_k=20", "sampling.top_p=0.9")
+    assert cut.disk.kept_ids_per_step == 512 * 32 * 8192 * 20 * 2
+    assert cut.disk.trajectories_per_step == 512 * 32 * 8192 * 70
+    assert "5 GiB  of these per step, if each token keeps all 20 (sampling.top_k)" in report(cut)
+    assert "sampling.top_k" not in report(plan_for())
 
 
 def test_bytes_of_a_trajectorys_token() -> None:
@@ -300,7 +305,7 @@ def test_warnings(overrides: list[str], message: str) -> None:
     assert line.startswith("warning    ")
 
 
-def test_shared_gpu_holds_the_larger_of_two_phases_if_they_take_turns() -> None:
+def test_shared_gpu_holds_the_larger_of_two_alternating_phases() -> None:
     shared = (
         *("server.device=cuda", "budget.max_response_tokens=1000"),
         "server.extra_args=['--mem-fraction-static', '0.5']",

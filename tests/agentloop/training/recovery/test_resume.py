@@ -168,7 +168,7 @@ async def test_weights_of_an_earlier_process_are_replaced_with_transport_broadca
     assert model == {"life": "second", "version": "2"}
 
 
-async def test_finished_groups_of_a_larger_batch_do_not_block_a_smaller_one(
+async def test_groups_of_a_larger_batch_do_not_block_a_smaller(
     tmp_path: Path,
 ) -> None:
     RunFolder(tmp_path / "run", "")
@@ -188,7 +188,7 @@ async def test_finished_groups_of_a_larger_batch_do_not_block_a_smaller_one(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_groups_that_finish_while_steps_are_repeated_belong_to_the_next_step(
+async def test_groups_finished_during_repeated_steps_belong_to_the_next(
     tmp_path: Path, max_staleness: int
 ) -> None:
     """Groups that finish while steps are repeated belong to the next step."""

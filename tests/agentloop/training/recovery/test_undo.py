@@ -305,7 +305,7 @@ async def test_undone_stage_starts_over_without_leftover_groups(
     assert files == [f"group-{number:07}.jsonl" for number in numbers]
 
 
-async def test_filtered_stage_does_not_use_groups_left_over_by_another_stage(
+async def test_filtered_stage_ignores_groups_of_another_stage(
     tmp_path: Path,
 ) -> None:
     """A stage of hard tasks restores only groups of hard tasks."""

@@ -206,7 +206,7 @@ def test_reward_that_never_moves(reward: float | None) -> None:
     assert not judged(series(300, lambda step: row(step, reward, entropy=None)))
 
 
-def test_run_that_starts_without_reward_for_long_is_not_a_collapse() -> None:
+def test_long_start_without_reward_is_not_a_collapse() -> None:
     """Rewards are rare, so half of their mean is insignificant."""
     draw = random.Random(0)
     rows = series(300, lambda step: row(step, max(0.0, draw.gauss(0.01, 0.02))))

@@ -303,7 +303,7 @@ async def test_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> Non
         assert answers == [(503, {"error": "the run has ended"})]
 
 
-async def test_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
+async def test_reader_on_the_page_does_not_delay_a_runs_end(tmp_path: Path) -> None:
     with anyio.fail_after(patient(15)):
         async with dashboard(tmp_path) as at:
             at.begin()

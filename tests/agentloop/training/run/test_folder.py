@@ -218,7 +218,7 @@ async def test_opening_waits_for_a_process_that_only_asks(
 
 
 @pytest.mark.anyio
-async def test_waiting_for_the_lock_has_a_limit_and_can_be_cancelled(
+async def test_wait_for_the_lock_is_limited_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = RunFolder(tmp_path / "run", "").path

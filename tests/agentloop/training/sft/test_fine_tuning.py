@@ -176,7 +176,7 @@ def check_rollout(row: Mapping[str, Any], tool: Any) -> None:
     assert (actual.ids, actual.mask) == (expected.ids, expected.mask)
 
 
-def test_each_question_of_a_chat_is_a_rollout_of_its_own() -> None:
+def test_each_question_of_a_chat_is_a_separate_rollout() -> None:
     messages = [
         {"role": "system", "content": "Be terse."},
         USER,

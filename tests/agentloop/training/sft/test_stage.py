@@ -237,7 +237,7 @@ async def test_without_a_teacher_the_dialogues_are_arithmetic(tmp_path: Path, ag
         assert await with_teacher(run, folder) == training_of(run).data
 
 
-def test_fine_tuning_takes_from_the_run_what_it_does_not_say_itself() -> None:
+def test_fine_tuning_inherits_unset_values_from_the_run() -> None:
     run = settings(
         "sft.data.teacher=9", "sft.seed=7", "sft.learner.micro_batch_tokens=99",
         "learner.seed=1", "learner.zero_stage=1", "ranks.nproc_per_node=2",

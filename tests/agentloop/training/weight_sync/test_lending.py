@@ -47,7 +47,7 @@ class WatchedRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_learner_has_the_memory_in_each_step_and_servers_have_it_for_rollouts(
+async def test_memory_alternates_between_learner_steps_and_rollouts(
     tmp_path: Path,
 ) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
@@ -113,7 +113,7 @@ async def test_weights_are_loaded_again_after_a_recovery_without_new_ones(tmp_pa
     assert fake.version == "2"
 
 
-async def test_turns_in_progress_go_on_when_servers_have_their_memory_again() -> None:
+async def test_turns_continue_when_servers_have_their_memory_again() -> None:
     fake = FakeSGLang(ANSWER, gate=anyio.Event())
     async with routed(fake) as router:
         served = Served(router)
@@ -135,7 +135,7 @@ async def test_turns_in_progress_go_on_when_servers_have_their_memory_again() ->
         assert (fake.released, fake.version, fake.paused) == (set(), "2", False)
 
 
-async def test_stale_servers_do_not_wait_for_the_end_of_a_step_to_load_old_weights() -> None:
+async def test_stale_servers_load_old_weights_during_a_step() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         served = Served(router)
@@ -147,7 +147,7 @@ async def test_stale_servers_do_not_wait_for_the_end_of_a_step_to_load_old_weigh
         assert (fake.released, states(router)) == (set(), ["healthy"])
 
 
-async def test_weights_that_cannot_be_loaded_leave_a_server_with_its_memory() -> None:
+async def test_server_keeps_its_memory_if_weights_cannot_be_loaded() -> None:
     fake, second = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with routed(fake, second) as router:
         served = Served(router)
@@ -162,7 +162,7 @@ async def test_weights_that_cannot_be_loaded_leave_a_server_with_its_memory() ->
         assert states(router) == ["healthy", "healthy"]
 
 
-async def test_server_that_dies_has_no_memory_and_a_new_process_has_all_of_it() -> None:
+async def test_dead_server_ends_lending_and_restarts_with_all_memory() -> None:
     fake = FakeSGLang(ANSWER, keeps_memory=True)
     async with routed(fake, probe_interval_s=0.01) as router:
         served = Served(router)
@@ -194,7 +194,7 @@ async def test_server_that_keeps_its_memory_ends_the_run() -> None:
             pass
 
 
-async def test_no_server_starts_while_the_learner_has_the_memory_nor_the_other_way_round() -> None:
+async def test_server_starts_and_learner_memory_exclude_each_other() -> None:
     fake = FakeSGLang(ANSWER)
     order: list[str] = []
     async with routed(fake) as router, anyio.create_task_group() as tasks:

@@ -176,7 +176,7 @@ async def test_server_that_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: s
         assert near.states() == ["healthy"] * 3
 
 
-async def test_server_that_does_not_leave_a_broken_group_is_left_out(
+async def test_server_stuck_in_a_broken_group_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner notices first, by its own deadline."""
@@ -209,7 +209,7 @@ async def test_sync_that_fails_without_a_culprit_is_not_repeated(tmp_path: Path)
         assert near.nobody_waits()
 
 
-async def test_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
+async def test_dead_learner_is_an_error_without_waiting_servers(
     tmp_path: Path,
 ) -> None:
     async with parts(tmp_path, *fakes(2)) as near:

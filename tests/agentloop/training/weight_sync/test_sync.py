@@ -194,7 +194,7 @@ async def test_sync_waits_for_a_server_that_is_restarting() -> None:
         assert states(router) == ["healthy"]
 
 
-async def test_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
+async def test_server_that_did_not_confirm_its_pause_goes_on() -> None:
     class Silent(FakeSGLang):
         async def _pause(self, request: web.Request) -> web.Response:
             self.paused = True
@@ -324,7 +324,7 @@ async def test_tensors_without_expected_checksums_are_compared_among_servers(
     assert all("quantization = fp8" in single for single in stated)
 
 
-async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
+async def test_files_changed_after_publication_are_not_served(
     tmp_path: Path,
 ) -> None:
     """This holds although all servers have read the same files."""

@@ -7,7 +7,6 @@ decoding, quantised weights, mixtures of experts.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -36,9 +35,9 @@ def assign_req_to_token_pool_cpu(
         taken += end - start
 
 
-def _ignoring_pin_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+def _ignoring_pin_memory(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
-    def call_unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    def call_unpinned(*args: object, pin_memory: bool = False, **kwargs: object) -> object:
         return function(*args, **kwargs)
 
     return call_unpinned
@@ -51,11 +50,11 @@ if not torch.cuda.is_available():
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
 
 
-def __getattr__(name: str) -> Callable[..., Any]:
+def __getattr__(name: str) -> Callable[..., object]:
     if name.startswith("__"):
         raise AttributeError(name)
 
-    def absent(*args: Any, **kwargs: Any) -> Any:
+    def absent(*args: object, **kwargs: object) -> object:
         raise NotImplementedError(f"sgl_kernel.{name} is not implemented on a CPU")
 
     return absent

@@ -188,7 +188,7 @@ def trajectory(status: ToolCallStatus, arguments: dict[str, Any], **fields: Any)
     return Trajectory("t", [1, 2], [turn], **fields)
 
 
-def test_calls_that_the_agent_ran_are_told_in_the_reasoning_for_clients_that_show_it() -> None:
+def test_executed_calls_are_shown_in_the_reasoning() -> None:
     choice = whole_of(trajectory(ToolCallStatus.OK, {"code": "print(1)"}), tells_executed=True)
     assert choice["message"]["reasoning_content"] == "▶ f\nprint(1)\n◀ ok\nout"
     assert choice["message"]["content"] == "hi"
@@ -206,7 +206,7 @@ def test_arguments_are_sent_as_json(arguments: dict[str, Any]) -> None:
     assert choice["message"]["content"] == "hi"
 
 
-def test_calls_run_by_the_agent_are_not_sent_as_tool_calls() -> None:
+def test_executed_calls_are_not_sent_as_tool_calls() -> None:
     made = trajectory(ToolCallStatus.OK, {"a": 1}, stop_reason=StopReason.ANSWERED)
     choice = whole_of(made)
     assert "tool_calls" not in choice["message"]
@@ -215,7 +215,7 @@ def test_calls_run_by_the_agent_are_not_sent_as_tool_calls() -> None:
     assert executed["duration_s"] == 0.5
 
 
-def test_executed_calls_are_sent_in_order_once_their_turn_is_sampled() -> None:
+def test_executed_calls_are_sent_in_order_after_their_turn() -> None:
     calls = [ToolCall(f"call_{n}", "f", {}, "{}", n, n + 1) for n in range(2)]
     results = [ToolResult(call.id, "f", ToolCallStatus.OK, "out", 0, 0, 0) for call in calls]
     record = Trajectory("t", [1], [Turn(calls=calls, end=TurnEnd.STOP)])

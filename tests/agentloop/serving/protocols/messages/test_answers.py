@@ -144,9 +144,7 @@ async def test_client_reads_a_stream_as_the_whole_answer(texts: list[str], beta:
 @given(
     turn_texts(json_objects.map(lambda arguments: call_text("theirs", arguments))), st.booleans()
 )
-async def test_answer_that_is_sent_back_is_the_message_of_chat_completions(
-    text: str, beta: bool
-) -> None:
+async def test_returned_answer_becomes_a_chat_completions_message(text: str, beta: bool) -> None:
     trajectory = await rolled_out([text], [CallerTool(THEIRS)])
     sent = chunks_with_usage(trajectory, has_caller_tools=True)
     frames = b"".join(starmap(named_event, events(sent)))
@@ -160,7 +158,7 @@ async def test_answer_that_is_sent_back_is_the_message_of_chat_completions(
 @pytest.mark.timeout(120)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(turn_texts(echoes), min_size=1, max_size=3))
-async def test_agents_turns_that_are_sent_back_are_those_that_it_had(texts: list[str]) -> None:
+async def test_returned_turns_of_the_agent_match_its_own(texts: list[str]) -> None:
     trajectory = await rolled_out(texts, [echo])
     expected: list[dict[str, Any]] = []
     for turn in trajectory:
@@ -282,7 +280,7 @@ def test_client_knows_errors(status: int, body: Any, raised: str, kind: str) -> 
     assert form["error"]["message"] == body["error"]["message"]
 
 
-def test_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
+def test_refused_thread_is_reported_as_unsupported() -> None:
     with pytest.raises(RequestError) as refused:
         MessagesRequest.parse(
             json.dumps({"max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}).encode()

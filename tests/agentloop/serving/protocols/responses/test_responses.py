@@ -226,7 +226,7 @@ def test_items_of_one_turn_become_one_message() -> None:
     ]
 
 
-def test_calls_that_the_agent_has_run_are_part_of_the_history() -> None:
+def test_executed_calls_are_part_of_the_history() -> None:
     def executed_call(id: str) -> dict[str, Any]:
         names = {"name": "f", "arguments": "{}", "server_label": "agentloop"}
         return {"type": "mcp_call", "id": id, "output": f"out {id}", "error": None, **names}
