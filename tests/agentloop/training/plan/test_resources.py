@@ -222,7 +222,7 @@ def test_tokens_and_disk() -> None:
     cut = plan_for("sampling.top_k=20", "sampling.top_p=0.9")
     assert cut.disk.kept_ids_per_step == 512 * 32 * 8192 * 20 * 2
     assert cut.disk.trajectories_per_step == 512 * 32 * 8192 * 70
-    assert "5 GiB  of these per step, if each token keeps all 20 (sampling.top_k)" in report(cut)
+    assert "5.0 GiB  of these per step, if each token keeps all 20 (sampling.top_k)" in report(cut)
     assert "sampling.top_k" not in report(plan_for())
 
 
