@@ -324,7 +324,7 @@ async def train(setup: Setup) -> list[Row]:
         output = (setup.folder / "train.log").read_text(errors="replace").strip()
         say(output)
         raise PartFailed(f"the run ended with {done.returncode}: {output.splitlines()[-1:]}")
-    (metrics,) = (setup.folder / "runs").glob("*/metrics.jsonl")
+    metrics = setup.folder / "runs" / _RECIPE.stem / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [row for row in rows if "learner/num_updates" in row]
     if len(steps) != num_steps or any(row["weights/num_failed"] for row in steps):
