@@ -44,6 +44,7 @@ from agentloop.sandbox.settings import PoolSettings, default_workers
 
 MAX_COMPUTERS = 10_000  # Inspect bounds them: `--max-sandboxes`
 NOT_EXECUTABLE = 126
+CLEANUP_S = 60.0
 
 
 class ComputerConfig(pydantic.BaseModel, extra="forbid", frozen=True):
@@ -207,7 +208,7 @@ class ComputerSandbox(SandboxEnvironment):  # type: ignore[misc, unused-ignore]
             await opened.until_open()
             await opened.image(_config_of(config))
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await cls.task_cleanup(task_name, config, True)
             raise
 

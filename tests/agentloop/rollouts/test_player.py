@@ -1541,7 +1541,13 @@ async def test_slow_replies_are_the_environments_own_fault() -> None:
 class Programs:
     """A sandbox in which a program's outcome is its own text."""
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        language: str = "python",
+    ) -> CallResult:
         return CallResult(1, CallStatus(code))
 
     @asynccontextmanager
@@ -1561,7 +1567,9 @@ class Lost:
     async def session(self) -> AsyncIterator[Any]:
         yield self
 
-    async def run(self, code: str, timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self, code: str, timeout_s: float | None = None, language: str = "python"
+    ) -> CallResult:
         raise SessionLost("the session has ended: exit status 3", self.by)
 
 

@@ -102,7 +102,13 @@ class Scorer:
     def __init__(self, score: object) -> None:
         self.score = score
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        language: str = "python",
+    ) -> CallResult:
         mark = json.loads(stdin)["mark"]
         stdout = f"\n{mark} scores\n\n{mark} {json.dumps({'score': self.score})}\n"
         return CallResult(1, CallStatus.OK, stdout=stdout)
