@@ -154,7 +154,8 @@ def test_messages_are_those_before_and_after_each_turn(
 
 def test_kept_ids_are_as_long_as_all_ids() -> None:
     kept = KeptIds([[4, 3], [9]])
-    turn = TruncatedTurn([3, 9], [-0.1, 0.0], observation_ids=[6], kept=kept)
+    turn = TruncatedTurn([3, 9], [-0.1, 0.0], observation_ids=[6], end=TurnEnd.STOP, kept=kept)
+    assert Turn.from_dict(loads(dumps(turn))) == turn  # as the journal keeps it
     trajectory = Trajectory("t", [1, 2], [turn, Turn([7], [-0.4])])
     assert trajectory.kept == KeptIds([[], [], [4, 3], [9], [], []])
     for row in (trajectory.to_dict(), loads(dumps(trajectory)), loads(dumps(trajectory.to_dict()))):
