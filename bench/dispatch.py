@@ -65,7 +65,7 @@ CALL = """<tool_call>
 {"name": "python_code_with_standard_io", "arguments": {"code": "print(37*48)"}}
 </tool_call>"""
 
-_NUM_ALONE = 20
+_NUM_ALONE = 3
 
 _rids: ContextVar[list[str]] = ContextVar("rids")
 
