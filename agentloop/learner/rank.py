@@ -207,7 +207,7 @@ def _prepare(
             return lambda: _score(policy, scored, request.out)
         case PublishRequest():
             _make_partial(policy, request.folder)
-            return lambda: publish(policy, request.folder, request.version)
+            return lambda: publish(policy, request.folder, request.version, request.base)
         case SaveRequest():
             _make_partial(policy, request.folder)
             return lambda: _save(policy, saver, request)

@@ -3,7 +3,8 @@
     parameters ──gathered, some at a time──> rank 0 ──cast──> shards ──sha256──> folder
 
 A published folder is a model folder of transformers (safetensors, configuration, tokenizer) with an
-additional `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}. Its tensors
+additional `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}, "base": {}}.
+`base` has the checksums of the files that there are differences from (differences.py). Its tensors
 have the names of the folder that training started from (names.py), and those that are not trained,
 such as the vision tower of a composite model, are that folder's.
 """
@@ -15,7 +16,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -28,6 +29,7 @@ from agentloop.learner.files import appear, fresh_partial, partial_of, remove_pa
 from agentloop.learner.lora import adapted_layers, delta
 from agentloop.learner.names import Conversion, named_tensors
 from agentloop.learner.policy import Policy, config_of
+from agentloop.models.differences import DIFFERENCE, write_difference
 from agentloop.models.folder import INDEX, MANIFEST, copy_others, true_config
 from agentloop.training.learner_client.protocol import PublishReply, Reply
 
@@ -47,7 +49,7 @@ __all__ = [
 _FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
 
-def publish(policy: Policy, folder: Path, version: str) -> Reply:
+def publish(policy: Policy, folder: Path, version: str, base: Path | None = None) -> Reply:
     """Write the weights to `folder` (collective; rank 0 writes).
 
     Rank 0's reply is a `PublishReply`.
@@ -56,14 +58,14 @@ def publish(policy: Policy, folder: Path, version: str) -> Reply:
         WriteError: Writing failed; the partial folder is removed.
     """
     try:
-        return _publish(policy, folder, version)
+        return _publish(policy, folder, version, base)
     except WriteError:
         if policy.world.first:
             remove_partial(folder)
         raise
 
 
-def _publish(policy: Policy, folder: Path, version: str) -> Reply:
+def _publish(policy: Policy, folder: Path, version: str, base: Path | None) -> Reply:
     start_s = time.perf_counter()
     world, first = policy.world, policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
@@ -89,9 +91,10 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
             for tensor, value in gather_values(shard, keep=first)
         }
         on_first(functools.partial(_write_shard, partial / file, tensors, sha256))
-    manifest = {"version": version, "sha256": sha256}
 
     def complete() -> None:
+        differ_from = _differences(partial, base, names)
+        manifest = {"version": version, "sha256": sha256, "base": differ_from}
         if len(shards) > 1:
             _write_index(partial, names, shards)
         _write_others(policy, partial)
@@ -125,6 +128,19 @@ def _sha256_of(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
         digest.update(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
+
+
+def _differences(folder: Path, base: Path | None, names: Sequence[str]) -> dict[str, str]:
+    """Write the files' differences from those of `base`; return the SHA-256 of each of these."""
+    if base is None or not (base / MANIFEST).is_file():
+        return {}
+    before = json.loads((base / MANIFEST).read_text("utf-8"))["sha256"]
+    return {
+        name: before[name]
+        for name in names
+        if name in before
+        and write_difference(base / name, folder / name, folder / (name + DIFFERENCE))
+    }
 
 
 def verify(folder: Path) -> str:

@@ -23,7 +23,7 @@ MANIFEST = "published.json"
 _SINGLE = "model.safetensors"
 _WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".h5", ".index.json", ".msgpack", ".npz", ".onnx", ".ot", ".pt",
-    ".pth", ".safetensors",
+    ".pth", ".safetensors", ".safetensors.difference",
 )  # fmt: skip
 _TEMPLATES = ("chat_template.json", "additional_chat_templates", "chat_templates")
 

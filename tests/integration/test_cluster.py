@@ -218,7 +218,8 @@ async def test_run_survives_the_loss_of_its_runtime_and_node(
 ) -> None:
     # Room for the runtime beside the trainer.
     async with two_nodes(tmp_path, num_cpus=6) as (address, second):
-        run = command(tmp_path, address, "cluster.runtimes=1")
+        copies = tmp_path / "copies"
+        run = command(tmp_path, address, "cluster.runtimes=1", f"weights.local_folder={copies}")
         async with await anyio.open_process(run, stderr=subprocess.STDOUT) as train:
             assert train.stdout is not None
             output = Output(train.stdout)
@@ -239,6 +240,7 @@ async def test_run_survives_the_loss_of_its_runtime_and_node(
         first for first in commands() if any(f" --port {port} " in first for port in ports)
     ]
     assert not remaining
+    assert not list(copies.iterdir())
 
 
 async def test_run_with_fine_tuning_runs_on_a_cluster(tmp_path: Path) -> None:

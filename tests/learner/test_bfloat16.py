@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from agentloop.learner.batch import Batch
+from agentloop.models.differences import DIFFERENCE, apply_difference
 from tests.learner.ranks import Ranks, make_batch, started
 from tests.learner.test_ranks import SETTINGS
 
@@ -110,3 +112,16 @@ def test_resetting_the_optimizer_clears_its_moments(kind: tuple[Ranks, Path]) ->
     ranks.ask("step", batch=folder / "two")
     anew = ranks.ask("publish", folder=folder / "anew", version="2")["sha256"]
     assert anew != kept
+
+
+def test_published_differences_give_the_new_weights(kind: tuple[Ranks, Path]) -> None:
+    ranks, folder = from_the_beginning(kind)
+    before = ranks.ask("publish", folder=folder / "before", version="0")["sha256"]
+    ranks.ask("step", batch=folder / "one")
+    asked = {"folder": folder / "after", "version": "1", "base": folder / "before"}
+    after = ranks.ask("publish", **asked)["sha256"]
+    assert json.loads((folder / "after" / "published.json").read_text())["base"] == before
+    for name, sha256 in after.items():
+        old, difference = folder / "before" / name, folder / "after" / (name + DIFFERENCE)
+        assert difference.stat().st_size < old.stat().st_size / 2
+        assert apply_difference(old, difference, folder / "made") == sha256

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import anyio
@@ -27,6 +27,8 @@ from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.request import GroupRequest, WaitForCapacity
 from agentloop.training.cluster.ray_cluster import gpu_ids
 from agentloop.training.rollouts import RollsOut
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.local_copy import LocalCopy
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
@@ -127,7 +129,8 @@ class RolloutHost:
                 exempt_from_collection()
                 self._worker = RolloutWorker(rollouts, wait_for_capacity, serving)
                 try:
-                    await self._worker.closing.wait()  # no deadline: as long as the run
+                    with self._worker.resources:
+                        await self._worker.closing.wait()  # no deadline: as long as the run
                 finally:  # before the runtime closes, which they use
                     self._worker = None
                     for scope in self._calls:
@@ -172,6 +175,7 @@ class RolloutWorker:
 
     Attributes:
         closing: set when the runtime is to close.
+        resources: what is to be closed with it.
     """
 
     def __init__(
@@ -181,10 +185,12 @@ class RolloutWorker:
         self._wait_for_capacity = wait_for_capacity
         self._serving = serving
         self.closing = anyio.Event()
+        self.resources = ExitStack()
         self._open: dict[str, anyio.CancelScope] = {}  # groups, by their names
         self._arriving: list[anyio.Event] = []  # `queued` of the groups that came last
         self._lock = anyio.Lock()
         self._synced: SyncResult | None = None
+        self._copy: LocalCopy | None = None
         self._syncing_stale = anyio.CancelScope()
 
     # --- groups -----------------------------------------------------------------------------------
@@ -236,6 +242,12 @@ class RolloutWorker:
                         f"{folder} does not exist here: weights.folder, or run.folder, must be on "
                         "a file system that all nodes mount at the same path"
                     )
+                if isinstance(published, PublishedFolder) and published.local_folder is not None:
+                    if self._copy is None:
+                        copy = LocalCopy.within(published.local_folder)
+                        self._copy = self.resources.enter_context(copy)
+                    local = await in_run_thread(self._copy.update, published.folder)
+                    published = replace(published, folder=local)
                 synced = await self._serving.sync(published, timeout_s=timeout_s)
             except ServerError as error:
                 return RuntimeSync(error=str(error))

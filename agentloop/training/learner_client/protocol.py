@@ -200,12 +200,17 @@ class PublishReply(Reply):
 
 
 class PublishRequest(Request[PublishReply]):
-    """Write the weights to `folder` as a model of transformers."""
+    """Write the weights to `folder` as a model of transformers.
+
+    Attributes:
+        base: earlier published weights; the files' differences from them are written, too.
+    """
 
     op: Literal["publish"] = "publish"
     reply_type = PublishReply
     folder: Path
     version: str
+    base: Path | None = None
 
 
 class SaveReply(_Counters):

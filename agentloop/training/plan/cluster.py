@@ -83,6 +83,8 @@ def cluster_problems(s: TrainSettings) -> Iterator[str]:
     Raises:
         SettingsError: there is no cluster, but ranks on several machines.
     """
+    if s.weights.local_folder is not None and not s.cluster.runtimes:
+        yield "weights.local_folder: omit it without cluster.runtimes, of which each keeps a copy"
     if not s.cluster.address:
         if s.cluster.runtimes:
             yield "cluster.runtimes: they need a Ray cluster: set cluster.address"

@@ -26,12 +26,17 @@ _A_VERSION = re.compile(r"\d+|\.\d+\.(partial|old)")
 
 @dataclass(frozen=True, slots=True)
 class PublishedFolder:
-    """Weights in a folder that every server can read."""
+    """Weights in a folder that every server can read.
+
+    Attributes:
+        local_folder: where each node keeps a copy, which its servers load.
+    """
 
     version: str
     folder: Path
     verify: bool = True
     sha256: Mapping[str, str] = field(default_factory=dict)
+    local_folder: Path | None = None
 
     async def sync_to(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
@@ -86,14 +91,16 @@ class FolderPublisher:
     async def publish(self, version: str, *, timeout_s: float) -> PublishedFolder:
         """Implement `Publisher`."""
         folder = self._folder / version
-        request = PublishRequest(folder=folder, version=version)
+        local = self._settings.local_folder
+        base = None if local is None else self._last
+        request = PublishRequest(folder=folder, version=version, base=base)
         reply = await self._learner.ask(request, timeout_s=timeout_s)
         if self._last is None:  # a killed run may have left some
             self._old = await in_run_thread(_others, folder)
         elif self._last != folder:
             self._old.append(self._last)
         self._last = folder
-        return PublishedFolder(version, folder, self._settings.verify, reply.sha256)
+        return PublishedFolder(version, folder, self._settings.verify, reply.sha256, local)
 
     async def tidy(self) -> None:
         """Implement `Publisher`."""

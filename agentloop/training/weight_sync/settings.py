@@ -28,6 +28,12 @@ class WeightsSettings(pydantic.BaseModel):
         "while it is active. By default, the run's own folder. /dev/shm keeps weights in memory, "
         "for servers on this machine.",
     )
+    local_folder: Path | None = pydantic.Field(
+        None,
+        description="With cluster.runtimes: folder of each node, such as /dev/shm, for a copy of "
+        "the published weights. From the shared folder a node then reads only what has changed, "
+        "which is faster if many nodes share a slow network (docs/guides/cluster.md).",
+    )
     timeout_s: float = pydantic.Field(
         300.0,
         gt=0,

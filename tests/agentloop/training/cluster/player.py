@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -34,6 +35,7 @@ class Player:
         self.asked: list[str] = []
         self.dropped: list[str] = []
         self.versions: list[str] = []
+        self.folders: list[Path] = []  # of the weights that it was to load
         self.num_stale = 0  # times that it was asked for servers without the weights
         self.checksum = "sum"
         self.sampled: str | None = None  # the version that it says it samples with
@@ -97,6 +99,7 @@ class Player:
             raise self.fails
         self.versions.append(published.version)
         assert isinstance(published, PublishedFolder)
+        self.folders.append(published.folder)
         return SyncResult(published, ["http://server"], {}, 0.0, self.checksum, num_verified=1)
 
     async def sync_stale(self, result: SyncResult, *, timeout_s: float) -> bool:

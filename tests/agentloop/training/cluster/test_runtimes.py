@@ -47,6 +47,7 @@ from tests.agentloop.training.loop_support import (
     RecordingLearner,
     run_loop,
 )
+from tests.agentloop.training.weight_sync.test_local_copy import publish
 from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
@@ -415,6 +416,24 @@ async def test_runtimes_that_disagree_without_a_majority_are_an_error(folder: Pa
     async with playing(first, odd) as runtimes:
         with pytest.raises(ServerError, match="disagree about the weights 0"):
             await synced(runtimes, folder)
+
+
+async def test_each_runtime_loads_its_own_copy_of_the_weights(folder: Path) -> None:
+    players = Player("runtime-0"), Player("runtime-1")
+    async with playing(*players) as runtimes:
+        for version in ("1", "2"):
+            published = publish(folder / "shared" / version, b"weights" + version.encode())
+            weights = PublishedFolder(version, published, local_folder=folder / "node")
+            assert len((await runtimes.sync(weights, timeout_s=30)).loaded) == 2
+            assert len({player.folders[-1] for player in players}) == 2
+            for player in players:
+                path = player.folders[-1] / "model.safetensors"
+                assert path.is_relative_to(folder / "node")
+                assert path.read_bytes() == b"weights" + version.encode()
+        (published / "model.safetensors").write_bytes(b"damaged")
+        with pytest.raises(ServerError, match="differs from its SHA-256"):
+            await runtimes.sync(weights, timeout_s=30)
+    assert not list((folder / "node").iterdir())
 
 
 # --- a run --------------------------------------------------------------------------------------
