@@ -335,6 +335,7 @@ class FineTuning:
                 run_environment.name: (run_environment, environment)
                 for run_environment, environment in zip(seeded, loaded, strict=True)
             }
+            progress("The teacher plays its first rollout")
             for number, task in enumerate(islice(tasks, num_rollouts)):
                 run_environment, environment = by_name[task.env]
                 assert environment is not None
