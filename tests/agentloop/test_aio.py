@@ -155,6 +155,7 @@ def test_callbacks_below_asyncio_run_know_the_event_loop() -> None:
         let_callbacks_use_anyio()
         loop = asyncio.get_running_loop()
         made: asyncio.Future[anyio.CancelScope] = loop.create_future()
+        loop.set_exception_handler(lambda _, context: made.set_exception(context["exception"]))
         loop.call_soon(lambda: made.set_result(anyio.CancelScope()))
         return await made
 
