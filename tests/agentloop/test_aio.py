@@ -19,8 +19,6 @@ from agentloop.aio import (
     task_group,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def fail(error: Exception, *, once_cancelled: bool = False) -> None:
     try:

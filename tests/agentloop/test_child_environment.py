@@ -87,7 +87,6 @@ def test_own_pip_keeps_constraints() -> None:
     assert for_own_pip(inputs) == {"PIP_CONSTRAINT": "pins.txt", "PATH": "/bin"}
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(60)
 async def test_pip_keeps_only_ways_to_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,8 +9,6 @@ from agentloop.events import Event, Feed, RolloutStarted, TokensSampled, TurnSta
 from agentloop.trajectory import Trajectory
 from tests.patience import patient
 
-pytestmark = pytest.mark.anyio
-
 
 def tokens(number: int, turn: int = 0) -> TokensSampled:
     return TokensSampled("r", turn, [number], str(number))

@@ -20,7 +20,7 @@ from tests.agentloop.test_recipes import END_OF_TEXT, FOLDER, like_qwen3_base
 from tests.support import END, ScriptedEngine, call_text, chunks, written
 
 # transformers is slow to import.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PRINTED = "0123456789" * 40
 TRACEBACK = "Traceback (most recent call last):\nZeroDivisionError: division by zero\n"

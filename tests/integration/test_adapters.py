@@ -27,7 +27,6 @@ from tests.integration.conftest import need
 from tests.patience import patient
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(300),
     # What the libraries import is not ours.

@@ -21,7 +21,7 @@ from agentloop.sandbox import PoolSettings
 from agentloop.trajectory import Trajectory
 
 # The first of all tests waits for SGLang, and for the sandbox's image to be made.
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 GREEDY = Sampling(temperature=0)
 TOOL_TIMEOUT_S = 60.0

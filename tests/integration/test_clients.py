@@ -29,7 +29,6 @@ from tests.support import END, Step, call_text, eventually, written
 anthropic: Any = pytest.importorskip("anthropic", reason="Anthropic's client: tox -e clients")
 
 pytestmark = [
-    pytest.mark.anyio,
     # What the libraries import is not ours, and their connections end with the event loop.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),

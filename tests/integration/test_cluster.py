@@ -28,7 +28,6 @@ from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(1800),
     pytest.mark.usefixtures("sglang_installed"),

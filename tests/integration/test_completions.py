@@ -14,7 +14,7 @@ from agentloop.serving.access import ServeSettings
 from agentloop.serving.app import AgentService, listening
 from agentloop.serving.listen import bind
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 PROMPT = "<|im_start|>user\nWhat is 37 times 48?<|im_end|>\n<|im_start|>assistant\n<reason>"
 

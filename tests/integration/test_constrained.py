@@ -18,7 +18,7 @@ from agentloop.serving.access import ServeSettings
 from agentloop.serving.app import AgentService, listening
 from agentloop.serving.listen import bind
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 QUESTION: Any = [{"role": "user", "content": "What is 37 times 48?"}]
 CITY: Any = {

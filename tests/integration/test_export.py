@@ -66,7 +66,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.anyio
 async def test_transformers_and_sglang_load_it(
     run: Path, tmp_path: Path, sglang_installed: None
 ) -> None:

@@ -47,7 +47,6 @@ from tests.patience import patient
 from tests.support import eventually, spans_cover
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(900),  # servers are started, and one of them twice
     pytest.mark.usefixtures("sglang_installed"),

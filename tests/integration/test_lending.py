@@ -26,7 +26,6 @@ from tests.integration.test_train import RECIPE, Said, coin
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.full,
     pytest.mark.timeout(1800),  # two starts of a server, and one of a learner

@@ -18,7 +18,7 @@ from agentloop.models import SMALL
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 SETTINGS = PoolSettings(backend="docker", workers=2, preload=[])
 

@@ -20,7 +20,7 @@ from agentloop.trajectory import StopReason, Trajectory, Turn
 from tests.agentloop.environments.adapters.scripted import Scripted, play, task_of
 from tests.patience import patient
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ from tests.sandbox.test_limits import check_memory_after_names, check_shares
 from tests.sandbox.test_pool import endless_before
 from tests.sandbox.test_sessions import check_unread_jobs
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 SETTINGS = PoolSettings(backend="docker", workers=4, timeout_s=20)
 FIRST_OF_EACH_WALL = list({attack.wall: attack for attack in reversed(ATTACKS)}.values())

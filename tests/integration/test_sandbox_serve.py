@@ -66,7 +66,6 @@ def test_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, sta
         assert containers(process.pid) == []
 
 
-@pytest.mark.anyio
 async def test_pool_survives_the_kill_of_a_host(docker_engine: None) -> None:
     with command("pool.backend=docker") as (process, first), command(token="") as (_, two):
         async with Pool(PoolSettings(hosts=[first, two])) as pool:

@@ -33,7 +33,6 @@ from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(900),  # servers are started, and one of them twice
     pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),

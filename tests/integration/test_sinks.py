@@ -16,7 +16,7 @@ from agentloop.events import Measured
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from tests.integration.conftest import need
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 ROWS = [
     {"step": 1, "reward": 0.5, "learner/loss": -0.25},

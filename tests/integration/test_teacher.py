@@ -31,7 +31,7 @@ from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
 from tests.integration.test_train import Said
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 RECIPE = Path(__file__).parents[2] / "agentloop" / "cli" / "recipes" / "small.toml"
 NOISE = 0.5

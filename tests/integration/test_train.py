@@ -20,7 +20,6 @@ from agentloop.trajectory import Trajectory, TruncatedTurn
 from tests.integration.quickstart import QuickStart
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("docker_engine", "sglang_installed"),

@@ -22,7 +22,6 @@ from tests.integration.test_programs import containers
 from tests.integration.test_train import RECIPE, Said
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("docker_engine", "sglang_installed"),

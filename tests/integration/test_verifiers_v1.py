@@ -29,7 +29,6 @@ from tests.rollouts import records_of
 from tests.support import ScriptedEngine, Step, call_text
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(300),
     # What the library does is not ours.

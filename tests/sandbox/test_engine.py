@@ -22,7 +22,7 @@ from agentloop.sandbox.container import ContainerEngine, create_container, host_
 from agentloop.sandbox.engine import _unavailable, connect, local_engine
 from agentloop.sandbox.errors import NoEngine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 
 class FakeEngine:

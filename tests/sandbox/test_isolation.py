@@ -57,7 +57,6 @@ def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[s
     return layers
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("backend", ["auto", "process"])
 @pytest.mark.parametrize("missing", NEEDED)
 async def test_pool_without_a_wall_does_not_start_unless_told_to(

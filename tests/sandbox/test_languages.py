@@ -23,7 +23,7 @@ from agentloop.sandbox.languages import COMPILE_ERROR, TOOLS, checked, second_ca
 from agentloop.sandbox.serve import serving
 from tests.sandbox.test_serve import Client, service, settings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 SCRIPT = "read name; echo hello $name; echo error >&2; yes | head -1; exit 3"
 OURS = CallError("OSError", "no space", line=4)

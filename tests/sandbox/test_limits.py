@@ -33,7 +33,7 @@ from tests.patience import patient
 from tests.sandbox.conftest import BARE, SINGLE
 from tests.sandbox.test_pool import runs, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 MIB = 1 << 20

@@ -39,7 +39,7 @@ from tests.patience import patient
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE, SINGLE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 FOREVER = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(1)"
 

@@ -28,7 +28,7 @@ from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 

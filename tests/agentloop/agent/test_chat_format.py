@@ -489,7 +489,6 @@ def test_past_turns_are_data_except_for_reasoning_tags() -> None:
     assert controls(spelled, call) == controls("", plain)
 
 
-@pytest.mark.anyio
 async def test_prompt_that_is_far_too_long_is_not_rendered() -> None:
     chat = chat_format()
     messages = [{"role": "user", "content": "a b " * 1_000_000}]
@@ -499,7 +498,6 @@ async def test_prompt_that_is_far_too_long_is_not_rendered() -> None:
     assert chat.min_prompt_tokens(short) <= len(chat.prompt(short))
 
 
-@pytest.mark.anyio
 async def test_prompt_nested_too_deeply_is_rejected() -> None:
     deep: Any = "x"
     for _ in range(2000):
@@ -508,7 +506,6 @@ async def test_prompt_nested_too_deeply_is_rejected() -> None:
         await chat_format().prompt_async([{"role": "user", "content": "q", "extra": deep}])
 
 
-@pytest.mark.anyio
 async def test_long_prompt_is_rendered_equally_in_a_thread() -> None:
     chat = chat_format()
     messages = [{"role": "user", "content": "word " * 8000}]

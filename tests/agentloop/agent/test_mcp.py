@@ -34,7 +34,6 @@ from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chu
 from tests.support import written as ids_of
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),  # a server is an interpreter that imports the SDK
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]

@@ -58,8 +58,6 @@ from tests.support import (
     written,
 )
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 ASKED = [{"role": "user", "content": "What is 37 times 48?"}]
 

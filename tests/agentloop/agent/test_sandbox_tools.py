@@ -24,8 +24,6 @@ from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.trajectory import ToolCallStatus
 
-pytestmark = pytest.mark.anyio
-
 
 def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResult:
     return CallResult(id=1, status=status, **fields)

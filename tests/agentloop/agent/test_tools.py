@@ -34,8 +34,6 @@ from agentloop.trajectory import ToolCallStatus
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 
 def multiply(a: int, b: int = 2) -> int:
     """Multiply two integers."""

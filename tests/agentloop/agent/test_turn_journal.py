@@ -17,8 +17,6 @@ from agentloop.trajectory import StopReason, Trajectory
 from tests.agentloop.agent.test_rollout import ASKED, CHAT, multiply, says
 from tests.support import ScriptedEngine, call_text
 
-pytestmark = pytest.mark.anyio
-
 CALL = call_text("multiply", {"a": 37, "b": 48})
 LOST: Any = [ServerUnavailable("killed")]  # in place of a turn that a kill cuts off
 

@@ -18,8 +18,6 @@ from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.trajectory import Message
 from tests.agentloop.serving.test_app import says, service
 
-pytestmark = pytest.mark.anyio
-
 HELLO: list[Message] = [{"role": "user", "content": "Hello?"}]
 
 

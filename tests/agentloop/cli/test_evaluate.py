@@ -267,7 +267,6 @@ def test_run_of_that_name_is_not_written_over(
     assert "run.name: a run already exists at" in capsys.readouterr().err
 
 
-@pytest.mark.anyio
 async def test_progress_is_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "1", "2")
     progress = RecordedProgress()
@@ -281,7 +280,6 @@ async def test_progress_is_shown(tmp_path: Path) -> None:
     assert any("samples in flight" in status.waits for status in progress.statuses)
 
 
-@pytest.mark.anyio
 async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "2")
     progress = RecordedProgress()

@@ -152,7 +152,6 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-@pytest.mark.anyio
 @pytest.mark.real
 @pytest.mark.timeout(900)
 async def test_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path) -> None:
@@ -224,7 +223,6 @@ def pid_of_rank_1(logs: Path) -> int:
     raise AssertionError("there is no rank 1")
 
 
-@pytest.mark.anyio
 async def test_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

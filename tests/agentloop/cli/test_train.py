@@ -300,7 +300,6 @@ def run_at(path: Path, *overrides: str) -> TrainSettings:
     return load_settings(TrainSettings, [recipe], settings)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("override", "from_step", "named"),
     [
@@ -325,7 +324,6 @@ async def test_refused_resume_leaves_the_run_unchanged(
     assert (path / "config.toml").read_bytes() == before
 
 
-@pytest.mark.anyio
 async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
     folder = RunFolder(tmp_path / "run", to_toml(settings))
@@ -343,7 +341,6 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
     assert [checkpoint.name for checkpoint in (path / "checkpoints").iterdir()] == ["step-1"]
 
 
-@pytest.mark.anyio
 async def test_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
     folder = RunFolder(tmp_path / "run", to_toml(settings))
@@ -381,7 +378,6 @@ def test_missing_parts_are_named_in_order_of_installation(
     assert "; torch (the learner), deepspeed (the learner)" in error
 
 
-@pytest.mark.anyio
 async def test_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
     overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
@@ -433,7 +429,6 @@ def test_signal_ends_a_run_whose_environment_is_slow_to_import(
     module.thread.join(patient(10))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("changed", "from_step", "reason"),
     [
@@ -567,7 +562,6 @@ def pids_of(script: Path) -> list[int]:
     return pids
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 async def test_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
@@ -585,7 +579,6 @@ async def test_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Pa
     assert again == played_settings(tmp_path, server)
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize(
@@ -616,7 +609,6 @@ async def test_stopped_run_prints_the_command_to_resume_it(
     )
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -656,7 +648,6 @@ async def test_rank_that_dies_while_rollouts_go_on_is_started_again(
 ENVS = "envs=[{weight=2, tasks={levels=[2]}, budget={max_turns=3}}, {tasks={levels=[3]}}]"
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.full
@@ -690,7 +681,6 @@ def test_env_and_envs_exclude_each_other() -> None:
         check_settings(pair)
 
 
-@pytest.mark.anyio
 async def test_run_is_not_resumed_with_other_environments(tmp_path: Path) -> None:
     settings = run_at(tmp_path, ENVS)
     folder = RunFolder(tmp_path / "run", to_toml(settings))

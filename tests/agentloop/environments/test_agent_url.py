@@ -25,8 +25,6 @@ from tests.patience import patient
 from tests.rollouts import records_of
 from tests.support import ScriptedEngine, Step
 
-pytestmark = pytest.mark.anyio
-
 TASK = Task("t", "hello", "")
 SAMPLING = Sampling(temperature=0.75, seed=3)
 

@@ -25,8 +25,6 @@ from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.agentloop.rollouts.test_player import run
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 RUBRIC = "1: right. 0: wrong. Not {formatted}."
 
 

@@ -30,8 +30,6 @@ from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory
 from tests.rollouts import records_of
 
-pytestmark = pytest.mark.anyio
-
 HERE = __name__
 
 

@@ -41,7 +41,7 @@ from tests.agentloop.rollouts.test_player import TASK, Model, run
 from tests.rollouts import records_of
 from tests.support import chat_format
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # the first test imports for seconds
+pytestmark = pytest.mark.timeout(60)  # the first test imports for seconds
 
 
 @pytest.fixture(autouse=True, scope="module")

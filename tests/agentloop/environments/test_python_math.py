@@ -39,7 +39,7 @@ from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import END, call_text, chat_format, chunks, written
 
 # transformers is slow to import, and parses the schemas of tools.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[3]
 CHAT = chat_format()

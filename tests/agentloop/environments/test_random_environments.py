@@ -46,8 +46,6 @@ from tests.agentloop.serving.test_app import CHAT, PlayedRouter, PlayedRuntime
 from tests.patience import patient
 from tests.support import Fault, eventually
 
-pytestmark = pytest.mark.anyio
-
 NUM_GROUPS, SIZE = 6, 4
 REASONS = (
     "infrastructure: ",

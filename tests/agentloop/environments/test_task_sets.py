@@ -157,7 +157,6 @@ async def sharing(task: Any, agent: agentloop.Agent, *, shared: list[int], top: 
     return float(sum(shared))
 
 
-@pytest.mark.anyio
 async def test_setup_is_entered_once_for_all_rollouts() -> None:
     log.clear()
     environment = load(EnvSettings(name=f"{HERE}:sharing", args={"top": 4}))
@@ -170,14 +169,12 @@ async def test_setup_is_entered_once_for_all_rollouts() -> None:
     assert log == ["open", "rollout", "rollout", "closed"]
 
 
-@pytest.mark.anyio
 async def test_script_plays_with_what_rollouts_share() -> None:
     log.clear()
     played = await agentloop.play(sharing, {}, lambda messages: "Done.")
     assert (played.reward.value, log) == (3.0, ["open", "rollout", "closed"])
 
 
-@pytest.mark.anyio
 async def test_setup_that_fails_is_named() -> None:
     @asynccontextmanager
     async def fails() -> AsyncIterator[int]:

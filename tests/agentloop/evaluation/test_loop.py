@@ -27,8 +27,6 @@ from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.rollouts import Finished, record_of
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 TASKS = [Task(f"task-{number}", f"What is {number}?", str(number)) for number in range(4)]
 
 

@@ -114,7 +114,6 @@ def test_socks_proxy_needs_a_package(scheme: str, monkeypatch: pytest.MonkeyPatc
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.anyio
 async def test_client_of_an_endpoint_asks_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "localhost,[::1],fe80::/10")
     monkeypatch.setenv("ALL_PROXY", "socks4://proxy:1")

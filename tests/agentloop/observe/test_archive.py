@@ -31,8 +31,6 @@ from agentloop.trajectory import (
 from tests.patience import patient
 from tests.support import END, chat_format, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 
 

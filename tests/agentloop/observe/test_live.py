@@ -42,8 +42,6 @@ from tests.agentloop.observe.test_record import apply_delta
 from tests.patience import patient
 from tests.support import END, chat_format, eventually, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 ABOUT = {"kind": "serve", "title": "small"}
 Frames = AsyncGenerator[tuple[str, bytes]]

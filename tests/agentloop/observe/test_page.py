@@ -29,8 +29,6 @@ from agentloop.serving.listen import bind, serving
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 WEB = Path(page_module.__file__).with_name("web")
 TOKEN = "open sesame"
 

@@ -56,8 +56,6 @@ from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.rollouts import records_of
 
-pytestmark = pytest.mark.anyio
-
 TASK = Task("t", "", "42", extra={"top": 100})
 
 

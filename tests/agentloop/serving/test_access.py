@@ -137,7 +137,6 @@ def test_loopback_hosts(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
 async def test_reported_address_can_be_opened(host: str) -> None:
     settings = ServeSettings(host=host, port=0, token=pydantic.SecretStr("x"))
@@ -161,7 +160,6 @@ def test_url_of_a_service(host: str, url: str) -> None:
     assert url_at(host, 8) == url
 
 
-@pytest.mark.anyio
 async def test_refusal_reaches_no_handler_and_has_openais_format() -> None:
     reached = []
 

@@ -45,8 +45,6 @@ from tests.support import (
 )
 from tests.support import written as ids_of
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PAGE = ("/page/", "/api/")  # for a browser: no part of what is promised

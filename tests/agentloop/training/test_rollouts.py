@@ -28,8 +28,6 @@ from agentloop.training.rollouts import Rollouts
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from tests.rollouts import GroupPlayer
 
-pytestmark = pytest.mark.anyio
-
 TASK = Task("sum", "What is 1 plus 1?", "2")
 BUDGET = Budget()
 

@@ -31,7 +31,7 @@ from tests.agentloop.training.loop_support import (
     run_until_failure,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 def mixed() -> MixedTasks:

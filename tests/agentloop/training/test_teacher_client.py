@@ -20,8 +20,6 @@ from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.teacher_client import open_teacher
 from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
 
-pytestmark = pytest.mark.anyio
-
 TOKENIZER = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
 MADE = Trajectory("t", [3, 4], [Turn([5, 6], [-1.0] * 2, observation_ids=[7]), Turn([8], [-1.0])])
 

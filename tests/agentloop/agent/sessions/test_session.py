@@ -48,8 +48,6 @@ from tests.support import (
     written,
 )
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 TOOL = CallerTool({"type": "function", "function": {"name": "add", "parameters": {}}})
 

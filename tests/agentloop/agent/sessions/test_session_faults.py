@@ -22,8 +22,6 @@ from tests.agentloop.agent.sessions.test_session import (
 )
 from tests.support import END, TEMPLATE, call_text, chunks, template, tokenizer
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_changed_reasoning_of_an_unsampled_message_is_an_edit() -> None:
     def example(thought: str) -> Message:

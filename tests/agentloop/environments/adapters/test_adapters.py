@@ -32,8 +32,6 @@ from tests.agentloop.environments.adapters.scripted import Said, Scripted, play,
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers_v1])
 def test_adapter_is_short(adapter: ModuleType) -> None:

@@ -40,7 +40,7 @@ from agentloop.trajectory import ToolCallStatus as ToolStatus
 from tests.agentloop.environments.rewards import reward_functions
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
+pytestmark = pytest.mark.timeout(120)  # processes start, and import much
 
 FUNCTIONS = "tests.agentloop.environments.rewards.reward_functions"
 FRAGILE = "tests.agentloop.environments.rewards.fragile_check:is_equal"

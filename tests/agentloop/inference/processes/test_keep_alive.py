@@ -16,8 +16,6 @@ from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 
 class Process:
     """A server process that dies when it is told to."""

@@ -33,7 +33,6 @@ from agentloop.inference.processes.supervise import (
 from tests.patience import patient
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc"),
 ]
@@ -108,7 +107,6 @@ class Stub:
         return [*processes, *(path for path in self.files if path.exists())]
 
 
-@pytest.mark.anyio
 async def test_home_that_cannot_be_written(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = "import os; print(os.environ['HOME'], os.environ['TMPDIR'], os.environ.get('HF_HOME'))"

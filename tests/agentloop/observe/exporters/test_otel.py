@@ -138,7 +138,6 @@ def ns(seconds: float) -> int:
     return round(story.BEGUN_UNIX_S * 1e9) + round(seconds * 1e9)
 
 
-@pytest.mark.anyio
 async def test_rollout_is_a_trace() -> None:
     collector, traces = await export_events(story.of_rollout(story.trajectory(), "1-task"))
     assert (traces.num_sent, traces.num_dropped) == (1, 0)
@@ -218,7 +217,6 @@ async def test_rollout_is_a_trace() -> None:
     assert scope.schema_url == "https://opentelemetry.io/schemas/1.41.1"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("flags", ["00", "01", "03"])
 async def test_callers_trace_is_continued(flags: str) -> None:
     trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -262,7 +260,6 @@ def test_later_traceparent_version_may_have_more_fields() -> None:
     )
 
 
-@pytest.mark.anyio
 async def test_content_is_sent_only_if_enabled() -> None:
     record = story.trajectory()
     events = [
@@ -291,7 +288,6 @@ async def test_content_is_sent_only_if_enabled() -> None:
     assert root["agentloop.reward.reason"] == "1776 is right"
 
 
-@pytest.mark.anyio
 async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "_MAX_CONTENT_CHARS", 20)
     record = story.trajectory()
@@ -307,7 +303,6 @@ async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) 
     assert len(call["gen_ai.tool.call.arguments"]) <= 20
 
 
-@pytest.mark.anyio
 async def test_trace_waits_for_the_reward() -> None:
     record = story.trajectory()
     async with Collector().serving() as collector:
@@ -328,7 +323,6 @@ async def test_trace_waits_for_the_reward() -> None:
     assert rewards == {"other": 0.25, record.id: None}
 
 
-@pytest.mark.anyio
 async def test_failed_rollout_has_an_error_status() -> None:
     broken = story.trajectory(infrastructure=True)
     collector, _ = await export_events(story.of_rollout(broken))
@@ -346,7 +340,6 @@ async def test_failed_rollout_has_an_error_status() -> None:
     assert root.end_time_unix_nano == ns(3)
 
 
-@pytest.mark.anyio
 async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20secret")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
@@ -359,7 +352,6 @@ async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert resource_attributes["service.name"] == "mine"
 
 
-@pytest.mark.anyio
 async def test_share_of_the_rollouts_is_traced() -> None:
     events = [
         event
@@ -376,7 +368,6 @@ async def test_share_of_the_rollouts_is_traced() -> None:
     assert ids[0] == ids[1]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("status", "reason"), [(404, "Not Found"), (413, HTTPStatus(413).phrase)])
 async def test_refused_traces_are_counted_and_logged(
     status: int, reason: str, caplog: pytest.LogCaptureFixture
@@ -398,7 +389,6 @@ async def test_refused_traces_are_counted_and_logged(
     assert "dropped 2 (3 in total)" in later
 
 
-@pytest.mark.anyio
 async def test_unavailable_collector_does_not_block_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -414,7 +404,6 @@ async def test_unavailable_collector_does_not_block_the_loop(
     assert "10 traces are already queued" in caplog.text
 
 
-@pytest.mark.anyio
 async def test_hanging_collector_does_not_delay_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
@@ -430,7 +419,6 @@ async def test_hanging_collector_does_not_delay_the_end() -> None:
         await eventually(lambda: traces.num_sent == 1)
 
 
-@pytest.mark.anyio
 async def test_without_an_endpoint_nothing_is_sent() -> None:
     async with Traces.open(OtelSettings(), model="small") as traces:
         for event in story.run():
@@ -438,7 +426,6 @@ async def test_without_an_endpoint_nothing_is_sent() -> None:
     assert (traces.num_sent, traces.num_dropped, traces._open) == (0, 0, {})
 
 
-@pytest.mark.anyio
 async def test_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(SettingsError, match=r"agentloop-rl\[otel\]"):

@@ -36,7 +36,6 @@ from agentloop.training.learner_client.launch import RanksSettings, Start, free_
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="the guardian looks at /proc"),
 ]

@@ -18,8 +18,6 @@ from agentloop.training.cluster.ray_cluster import ActorLost, RayCluster, Remote
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.learner_client.launch import Start
 
-pytestmark = pytest.mark.anyio
-
 PLACEMENT = Placement(RunProcess("runtime 1", ProcessKind.RUNTIME, 2), "node-2")
 
 

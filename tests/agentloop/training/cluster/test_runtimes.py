@@ -50,7 +50,7 @@ from tests.agentloop.training.loop_support import (
 from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,6 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from tests.patience import patient
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),  # each rank and its guardian are interpreters that start
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]

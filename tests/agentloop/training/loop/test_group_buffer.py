@@ -22,8 +22,6 @@ from agentloop.training.loop.queue import GroupQueue, QueuedGroup, StepNotes
 from agentloop.training.loop.stage_tasks import StageTasks
 from agentloop.training.run.control import RunControl
 
-pytestmark = pytest.mark.anyio
-
 BATCH = 2
 FIGURES = GroupFigures()
 NOTES = StepNotes(version=0)

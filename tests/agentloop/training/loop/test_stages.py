@@ -55,7 +55,7 @@ from tests.agentloop.training.loop_support import (
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_task_drawn_twice_in_a_step_makes_two_groups(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from tests.agentloop.training.loop_support import (
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_last_step_is_saved_once_without_evaluations(

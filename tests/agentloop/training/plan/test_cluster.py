@@ -102,7 +102,6 @@ class GrowingCluster:
     nodes = usable
 
 
-@pytest.mark.anyio
 async def test_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.training.plan.cluster._POLL_S", 0.0)
     settings = load_settings(TrainSettings, overrides=["server.count=3"])

@@ -38,8 +38,6 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.agentloop.training.fake_learner import FakeLearner
 
-pytestmark = pytest.mark.anyio
-
 READY = ReadyReply(
     num_ranks=1, device="cpu", num_parameters=1, num_trained=1, made_with={"torch": "2"}
 )

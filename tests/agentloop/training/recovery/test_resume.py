@@ -40,7 +40,7 @@ from tests.agentloop.training.loop_support import (
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_checkpoint_missed_because_of_a_kill_is_written_later(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from tests.agentloop.training.loop_support import (
     undo_to,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # much is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # much is synced to the disk
 
 ASKED = ("replace", "mkdir", "unlink")
 

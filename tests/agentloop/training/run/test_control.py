@@ -11,8 +11,6 @@ import pytest
 from agentloop.training.run.control import Drained, RunControl
 from agentloop.training.run.status import Unwatched
 
-pytestmark = pytest.mark.anyio
-
 
 class Watch(Unwatched):
     """Records waits, in the order in which they begin and end."""

@@ -30,8 +30,6 @@ from tests.agentloop.observe.test_archive import rollout
 from tests.patience import patient
 from tests.support import chat_format, eventually, written
 
-pytestmark = pytest.mark.anyio
-
 TOKEN = {"X-Control-Token": "sesame"}
 
 

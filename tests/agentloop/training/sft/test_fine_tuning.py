@@ -494,7 +494,6 @@ def losses(folder: RunFolder) -> list[tuple[int, float]]:
     return [(row["step"], row["learner/loss"]) for row in folder.metrics()]
 
 
-@pytest.mark.anyio
 async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
     learner, stated = PlayedLearner(), Said()
     folder = RunFolder(tmp_path / "run", "")
@@ -521,7 +520,6 @@ async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
     assert (stated.last.step, stated.last.num_steps, stated.last.left_s) == (6, 6, 0)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, dies: int) -> None:
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
@@ -535,7 +533,6 @@ async def test_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, di
     assert "The learner was lost; restarting it: step: rank 1 ended" in stated.lines
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> None:
     """The resumed run's learner does not die any more."""
@@ -552,7 +549,6 @@ async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> Non
     assert FineTuningPlan(longer, SAMPLES, broken).model is None
 
 
-@pytest.mark.anyio
 async def test_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
     with pytest.raises(LearnerLost):

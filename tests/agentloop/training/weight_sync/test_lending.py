@@ -30,8 +30,6 @@ from tests.agentloop.training.weight_sync.test_sync import (
 )
 from tests.support import FakeSGLang, eventually
 
-pytestmark = pytest.mark.anyio
-
 MEMORY = {"kv_cache", "weights"}
 
 

@@ -26,7 +26,7 @@ from tests.agentloop.training.loop_support import (
 )
 from tests.support import FakeSGLang, eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_transport_broadcast_sends_weights_in_a_process_group(tmp_path: Path) -> None:

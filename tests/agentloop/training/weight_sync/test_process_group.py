@@ -23,8 +23,6 @@ from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
 from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang
 
-pytestmark = pytest.mark.anyio
-
 SETTINGS = WeightsSettings(transport="broadcast")
 NAMES = ["embed", "norm"]
 

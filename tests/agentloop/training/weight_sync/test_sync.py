@@ -32,8 +32,6 @@ from tests.agentloop.training.fake_learner import FakeLearner
 from tests.patience import patient
 from tests.support import FakeSGLang, Fault, eventually
 
-pytestmark = pytest.mark.anyio
-
 ANSWER = [5, 6, 99]
 LATE_S = 4.0  # for a server that never answers; the others have to, within it
 ONE, TWO = (PublishedFolder(version, Path("weights") / version) for version in ("1", "2"))

@@ -33,8 +33,6 @@ anthropic = pytest.importorskip(
 )
 import httpx2  # noqa: E402  (what the client speaks HTTP with)
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"type": "function", "function": {"name": "theirs"}}
