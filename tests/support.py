@@ -80,10 +80,7 @@ def template(source: str = TEMPLATE) -> Render:
         **arguments: Any,
     ) -> str:
         return compiled.render(
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **arguments,
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments
         )
 
     return render

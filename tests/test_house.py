@@ -124,12 +124,7 @@ def ours(name: str) -> set[str]:
 
 # A package's modules, and all that they may import of ours.
 MAY_IMPORT = {
-    "agentloop.agent": {
-        "agentloop.agent",
-        "agentloop.inference",
-        "agentloop.sandbox",
-        *BOTTOM,
-    },
+    "agentloop.agent": {"agentloop.agent", "agentloop.inference", "agentloop.sandbox", *BOTTOM},
     "agentloop.serving": {
         "agentloop.serving",
         "agentloop.agent",

@@ -49,10 +49,7 @@ def test_our_python_is_not_told(unwanted: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ("", "localhost,127.0.0.1,::1"),
-        ("intern,127.0.0.1", "intern,127.0.0.1,localhost,::1"),
-    ],
+    [("", "localhost,127.0.0.1,::1"), ("intern,127.0.0.1", "intern,127.0.0.1,localhost,::1")],
 )
 def test_no_proxy_towards_loopback(given: str, expected: str) -> None:
     child = for_our_python({"http_proxy": "http://proxy", "no_proxy": given, "NO_PROXY": given})

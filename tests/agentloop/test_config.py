@@ -13,12 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.config import (
-    describe_settings,
-    load_known,
-    load_settings,
-    to_toml,
-)
+from agentloop.config import describe_settings, load_known, load_settings, to_toml
 from agentloop.errors import SettingsError
 from agentloop.serving.access import ServeSettings
 from agentloop.training.plan.settings import TrainSettings
@@ -305,9 +300,7 @@ made = st.builds(
         names=st.lists(texts, max_size=2),
     ),
     wing=st.builds(
-        Wing,
-        inner=st.builds(Inner, depth=st.floats(allow_nan=False)),
-        flag=st.booleans(),
+        Wing, inner=st.builds(Inner, depth=st.floats(allow_nan=False)), flag=st.booleans()
     ),
 )
 

@@ -56,10 +56,7 @@ RETURN = (
     "through standard output. If an error occurs during execution, the error message will be "
     'returned."}'
 )
-SCHEMAS = {
-    "paper": SCHEMA % (TOOLS["paper"], RETURN),
-    "release": SCHEMA % (TOOLS["release"], ""),
-}
+SCHEMAS = {"paper": SCHEMA % (TOOLS["paper"], RETURN), "release": SCHEMA % (TOOLS["release"], "")}
 PROMPT = """\
 <|im_start|>system
 {system}

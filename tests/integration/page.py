@@ -30,9 +30,7 @@ def browser() -> Iterator[Browser]:
         need(_CHROMIUM)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=path,
-            args=["--no-sandbox", "--disable-dev-shm-usage"],
-            timeout=_WAIT_MS,
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"], timeout=_WAIT_MS
         )
         expect.set_options(timeout=_WAIT_MS)
         try:

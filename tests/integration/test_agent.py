@@ -30,9 +30,7 @@ TOOL_TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 async def runtime(docker_engine: None, sglang_url: str) -> AsyncIterator[Runtime]:
     settings = Settings(
-        servers=[sglang_url],
-        sandbox=PoolSettings(backend="docker"),
-        tool_timeout_s=TOOL_TIMEOUT_S,
+        servers=[sglang_url], sandbox=PoolSettings(backend="docker"), tool_timeout_s=TOOL_TIMEOUT_S
     )
     async with Runtime(settings) as runtime:
         yield runtime

@@ -179,10 +179,7 @@ def langchain(*, uses_responses: bool) -> Converse:
         from langchain_openai import ChatOpenAI
 
         model = ChatOpenAI(
-            model="any",
-            base_url=session["base_url"],
-            api_key="x",
-            use_responses_api=uses_responses,
+            model="any", base_url=session["base_url"], api_key="x", use_responses_api=uses_responses
         )
         agent = create_agent(model, [multiply])
         answers: list[str] = []
@@ -351,10 +348,7 @@ async def test_call_that_is_required_or_named_is_enforced(
         (responses, {"tools": _FLAT, "parallel_tool_calls": False}),
         (
             messages,
-            {
-                "tools": _CUSTOM,
-                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-            },
+            {"tools": _CUSTOM, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         ),
     ],
 )

@@ -96,9 +96,7 @@ async def test_call_is_forced(client: openai.AsyncOpenAI, choice: Any) -> None:
     assert answer.finish_reason == "tool_calls"
 
 
-async def test_agents_own_tool_is_forced_and_then_it_answers(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_agents_own_tool_is_forced_and_then_it_answers(client: openai.AsyncOpenAI) -> None:
     answer = await ask(client, tool_choice="required")
     assert [first["function"]["name"] for first in answer.message.executed_tools] == [
         "python_code_with_standard_io"

@@ -17,11 +17,7 @@ from agentloop.trajectory import Trajectory
 from tests.integration.test_serve import start, stop
 from tests.patience import patient
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("docker_engine"),
-]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600), pytest.mark.usefixtures("docker_engine")]
 
 TOLD = [
     "tasks.levels=[3, 6]",

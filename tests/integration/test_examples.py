@@ -21,11 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("name", "prints"),
-    [
-        ("own_tool.py", "\\boxed{1776}"),
-        ("watch.py", "answered"),
-        ("groups.py", "ids sampled"),
-    ],
+    [("own_tool.py", "\\boxed{1776}"), ("watch.py", "answered"), ("groups.py", "ids sampled")],
 )
 def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -> None:
     environment = {

@@ -239,10 +239,7 @@ async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     async with (
         running(launches, on_progress=print) as processes,
         start_learner(
-            SETTINGS,
-            RanksSettings(nproc_per_node=2),
-            log_dir=folder,
-            on_progress=print,
+            SETTINGS, RanksSettings(nproc_per_node=2), log_dir=folder, on_progress=print
         ) as (learner, _),
     ):
         yield Started(processes, learner)

@@ -185,10 +185,7 @@ NOISE = {
         "import os\nfor _ in range(30):\n  if os.fork() == 0: break\nwhile True: pass",
         {CallStatus.TIMEOUT},
     ),
-    "a memory bomb": (
-        "x = []\nwhile True: x.append(b'1' * 10**7)",
-        {CallStatus.OOM},
-    ),
+    "a memory bomb": ("x = []\nwhile True: x.append(b'1' * 10**7)", {CallStatus.OOM}),
 }
 
 

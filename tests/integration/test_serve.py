@@ -101,10 +101,7 @@ def test_openais_client_gets_the_answer(client: openai.OpenAI) -> None:
 def test_openais_client_streams_it(client: openai.OpenAI) -> None:
     content, reasoning, executed, finish = "", "", [], None
     stream = client.chat.completions.create(  # type: ignore[call-overload]
-        model="small-agent",
-        messages=QUESTION,
-        stream=True,
-        stream_options={"include_usage": True},
+        model="small-agent", messages=QUESTION, stream=True, stream_options={"include_usage": True}
     )
     usage = None
     for chunk in stream:

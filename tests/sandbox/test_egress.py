@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.sandbox import ComputerLimits
-from agentloop.sandbox.computer.egress import (
-    AllowList,
-    Refused,
-    is_public,
-    parse_request,
-)
+from agentloop.sandbox.computer.egress import AllowList, Refused, is_public, parse_request
 from agentloop.sandbox.computer.machine import ComputerSpec
 
 ALLOWED = AllowList.parse(

@@ -131,9 +131,7 @@ async def test_engine_that_this_user_may_not_use_is_never_replaced(engine: FakeE
     assert not reported
 
 
-def test_runtime_directory_of_another_user_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runtime_directory_of_another_user_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     with tempfile.TemporaryDirectory() as folder:
         closed = Path(folder, "closed")

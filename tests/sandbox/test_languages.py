@@ -67,10 +67,7 @@ async def test_unknown_language_is_refused(pool: Pool) -> None:
 
 
 async def test_scripts_run_on_another_machine(pool: Pool, without_node: None) -> None:
-    async with (
-        serving(pool, settings()) as url,
-        Pool(PoolSettings(hosts=[url])) as remote,
-    ):
+    async with serving(pool, settings()) as url, Pool(PoolSettings(hosts=[url])) as remote:
         assert (await remote.run("echo $((6 * 7))", language="bash")).stdout == "42\n"
         with pytest.raises(ProgramUnsupported, match="no-node"):
             await remote.run("1", language="javascript")
@@ -119,11 +116,7 @@ def compiled(**changes: Any) -> CallResult:
 @pytest.mark.parametrize(
     ("changes", "status", "says"),
     [
-        (
-            {"status": CallStatus.ERROR, "stderr": "line 1: no"},
-            CallStatus.ERROR,
-            "line 1: no",
-        ),
+        ({"status": CallStatus.ERROR, "stderr": "line 1: no"}, CallStatus.ERROR, "line 1: no"),
         ({"status": CallStatus.TIMEOUT}, CallStatus.TIMEOUT, ""),
         ({"truncated": True}, CallStatus.ERROR, "is longer than"),
         ({"stdout": "what is this?"}, CallStatus.ERROR, ""),

@@ -98,9 +98,7 @@ async def test_refused_limit_fails_unless_a_larger_is_in_force() -> None:
     assert limits == [512, 64, 32]
 
 
-async def test_worker_whose_limit_was_refused_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_worker_whose_limit_was_refused_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, refusals = Link.limit_memory, [SandboxUnavailable("the engine is busy")]
 
     async def limit_memory(link: Link, num_bytes: int) -> None:
@@ -321,9 +319,7 @@ for _ in range(6):
 """
 
 
-async def test_session_stands_still_between_its_cells(
-    alone: Pool,
-) -> None:
+async def test_session_stands_still_between_its_cells(alone: Pool) -> None:
     async with alone.session() as session:
         await session.run(COUNTING)
         await wait_until(lambda: states(counting_processes()) == {"T"})

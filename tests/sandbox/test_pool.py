@@ -849,10 +849,7 @@ PROGRAMS = {
         "answer\n",
     ),
     "a second file on it": ("o = open(1, 'w'); o.write('answer')", "answer"),
-    "a finalizer": (
-        "class A:\n    def __del__(self): print('bye')\na = A()",
-        "bye\n",
-    ),
+    "a finalizer": ("class A:\n    def __del__(self): print('bye')\na = A()", "bye\n"),
     "a generator's end": (
         "def f():\n    try: yield 1\n    finally: print('end')\ng = f(); next(g)",
         "end\n",

@@ -98,9 +98,7 @@ async def test_cell_of_an_unknown_session_does_not_run() -> None:
         assert not link.lost.is_set()
 
 
-async def test_after_a_cancelled_cell_only_its_session_is_lost(
-    pool: Pool,
-) -> None:
+async def test_after_a_cancelled_cell_only_its_session_is_lost(pool: Pool) -> None:
     async with pool.session() as another, pool.session() as session:
         await another.run("x = 41")
         await session.run("1")

@@ -15,13 +15,7 @@ import pytest
 from aiohttp import web
 
 import agentloop
-from agentloop.agent.mcp import (
-    McpServer,
-    McpServerSettings,
-    import_sdk,
-    mcp_server,
-    mcp_servers,
-)
+from agentloop.agent.mcp import McpServer, McpServerSettings, import_sdk, mcp_server, mcp_servers
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.tools import Tool, ToolOutput, Tools
 from agentloop.environments.tasks.sources import Task
@@ -179,9 +173,7 @@ async def test_other_text_between_messages_is_passed_over() -> None:
         assert (await call(server.tools, "chatty")).content == "1"
 
 
-async def test_server_that_dies_too_often_ends_its_users(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_server_that_dies_too_often_ends_its_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.agent.mcp._MAX_RESTARTS", 1)
 
     async def use() -> None:
@@ -208,10 +200,7 @@ async def test_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (BROKEN, "ended as it started; its stderr ends with:\nno licence"),
-        (
-            [*SDK, "invalid"],
-            "the input schema of tool 'odd' is invalid: 3 is not of type 'object'",
-        ),
+        ([*SDK, "invalid"], "the input schema of tool 'odd' is invalid: 3 is not of type 'object'"),
     ],
 )
 async def test_server_that_cannot_be_used_is_refused_with_the_reason(

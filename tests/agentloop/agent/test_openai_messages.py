@@ -90,10 +90,7 @@ def test_calls_of_data_sets_and_custom_tools_are_functions() -> None:
 def test_results_are_in_the_order_of_their_calls() -> None:
     messages = [calling(call("c1", "{}"), call("c2", "{}")), result("c2"), result("c1")]
     assert normal_form(messages)[1:] == [result("c1"), result("c2")]
-    assert normal_form(messages[1:], [("c1", "add"), ("c2", "add")]) == [
-        result("c1"),
-        result("c2"),
-    ]
+    assert normal_form(messages[1:], [("c1", "add"), ("c2", "add")]) == [result("c1"), result("c2")]
 
 
 def test_result_without_an_id_answers_the_next_call() -> None:

@@ -743,9 +743,7 @@ async def test_cancellation_at_any_point_leaves_nothing_behind(where: str) -> No
 @pytest.mark.parametrize(
     "where", ["before", "waiting", "sampling", "tool", "opening", "second turn"]
 )
-async def test_cancel_sets_the_stop_reason_and_leaves_nothing_behind(
-    where: str,
-) -> None:
+async def test_cancel_sets_the_stop_reason_and_leaves_nothing_behind(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     cancel_point = hook(tool.at)
     first = says(call_text("stateful", {}))
@@ -885,10 +883,7 @@ async def test_versions_change_with_the_weights_within_a_turn() -> None:
     engine = ScriptedEngine(list(script))
     trajectory = await rollout(engine).run()
     check(trajectory, engine)
-    assert trajectory.turns[0].versions == [
-        VersionSpan("v1", 0, 3),
-        VersionSpan("v2", 3, len(ids)),
-    ]
+    assert trajectory.turns[0].versions == [VersionSpan("v1", 0, 3), VersionSpan("v2", 3, len(ids))]
 
 
 async def test_servers_version_spans_take_precedence_from_their_start() -> None:

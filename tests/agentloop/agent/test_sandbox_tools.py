@@ -12,14 +12,7 @@ import pytest
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tool_formats import describe
 from agentloop.agent.tools import Tools
-from agentloop.sandbox import (
-    CallError,
-    CallResult,
-    LostBy,
-    Overloaded,
-    Pool,
-    SessionLost,
-)
+from agentloop.sandbox import CallError, CallResult, LostBy, Overloaded, Pool, SessionLost
 from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.trajectory import ToolCallStatus

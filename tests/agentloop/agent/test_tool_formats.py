@@ -57,10 +57,7 @@ RELEASE = [
         result(stdout="24\n", stderr="a warning\n"),
         "Tool call success\nstdout: 24\n\nstderr: a warning\n\nexecution time: 0.13s",
     ),
-    (
-        result(stdout="a\n", result="3"),
-        "Tool call success\nstdout: a\n3\n\nexecution time: 0.13s",
-    ),
+    (result(stdout="a\n", result="3"), "Tool call success\nstdout: a\n3\n\nexecution time: 0.13s"),
     (result(), "Tool call success\nexecution time: 0.13s"),
     (
         FAILED,

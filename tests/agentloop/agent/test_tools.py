@@ -413,9 +413,7 @@ async def exits() -> None:
 @pytest.mark.parametrize(
     "function", [raises_unprintable, returns_unprintable, cancels_itself, exits]
 )
-async def test_model_reads_any_failure_of_a_tool_as_an_error(
-    function: Callable[..., Any],
-) -> None:
+async def test_model_reads_any_failure_of_a_tool_as_an_error(function: Callable[..., Any]) -> None:
     output = await call(function)
     assert output.status is ToolCallStatus.ERROR
     assert output.content.startswith("[error] ")

@@ -77,10 +77,7 @@ def test_answer_that_is_interrupted_is_forgotten(
     ("models", "description"),
     [
         (("sft/model",), "sft/model (no weights have been published)"),
-        (
-            ("sft/model", "weights/9", "weights/12"),
-            "weights/12 (version 12, the newest published)",
-        ),
+        (("sft/model", "weights/9", "weights/12"), "weights/12 (version 12, the newest published)"),
         (("model",), "model"),  # of a supervised run
     ],
 )

@@ -51,10 +51,7 @@ def _same_logging() -> Iterator[None]:
 
 def test_files_and_overrides_are_told_apart() -> None:
     arguments = ["a.toml", "server.count=2", "folder/b.toml", "model=x"]
-    assert split_settings(arguments) == (
-        ["a.toml", "folder/b.toml"],
-        ["server.count=2", "model=x"],
-    )
+    assert split_settings(arguments) == (["a.toml", "folder/b.toml"], ["server.count=2", "model=x"])
 
 
 def test_settings_are_arguments_of_every_command() -> None:
@@ -330,8 +327,7 @@ async def hangs(task, agent):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "command",
-    ["env try hangs:hangs", "evaluate env=hangs:hangs", "chat env=hangs:hangs --task 7"],
+    "command", ["env try hangs:hangs", "evaluate env=hangs:hangs", "chat env=hangs:hangs --task 7"]
 )
 def test_signal_ends_a_command_whose_tasks_are_slow(tmp_path: Path, command: str) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)

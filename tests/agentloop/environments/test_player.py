@@ -96,10 +96,7 @@ async def test_endpoint_plays_an_agent_with_tools() -> None:
     assert trajectory.turns[0].text == "<think>Hm.</think>Let me see."
     assert (trajectory.ids, trajectory.num_sampled_tokens) == ([], 0)
     requests, again = fake.requests
-    prompt = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "And yours?"},
-    ]
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And yours?"}]
     assert requests["messages"] == prompt
     assert [tool["function"]["name"] for tool in requests["tools"]] == ["double"]
     assert requests["model"] == "m"

@@ -219,10 +219,7 @@ def test_copy_of_its_file_is_an_environment(
 )
 @settings(deadline=None, max_examples=25)
 def test_environment_is_the_built_in_agent_with_the_papers_prompt(
-    recipes: tuple[TrainSettings, TrainSettings],
-    kinds: list[str],
-    max_turns: int,
-    max_tokens: int,
+    recipes: tuple[TrainSettings, TrainSettings], kinds: list[str], max_turns: int, max_tokens: int
 ) -> None:
     budget = Budget(max_turns=max_turns, max_response_tokens=max_tokens)
     kinds = ["right", *kinds]  # a group that is lost as a whole would be rolled out again
@@ -262,9 +259,7 @@ async def test_each_kind_of_end_has_its_reward_and_its_reason(
     assert "jupyter_code" not in prompt
 
 
-def test_recipe_holds_out_the_same_problems(
-    recipes: tuple[TrainSettings, TrainSettings],
-) -> None:
+def test_recipe_holds_out_the_same_problems(recipes: tuple[TrainSettings, TrainSettings]) -> None:
     sources = [open_tasks(recipe.tasks, load(recipe.env)) for recipe in recipes]
     ids = [[task.id for task in source.held_out()] for source in sources]
     assert ids[0] == ids[1]

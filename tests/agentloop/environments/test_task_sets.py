@@ -123,10 +123,7 @@ def broken() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (
-            broken,
-            r"the tasks of nothing: after number 1: .*test_task_sets.py:\d+: OSError: no",
-        ),
+        (broken, r"the tasks of nothing: after number 1: .*test_task_sets.py:\d+: OSError: no"),
         (lambda: 3, r"the tasks of nothing: after number 0: .*: TypeError: 'int' object"),
         (["Question?"], "number 1: expected the fields of a task, a dict, not 'Question"),
         (lambda: {"answer": 1}, "number 1: expected the fields of a task, a dict, not 'answer'"),

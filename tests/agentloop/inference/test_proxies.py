@@ -41,8 +41,7 @@ def test_proxy_of_scheme(
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["localhost", "127.9.9.9", "0.0.0.0", "[::1]", "my.localhost", "[::ffff:127.0.0.1]"],
+    "host", ["localhost", "127.9.9.9", "0.0.0.0", "[::1]", "my.localhost", "[::ffff:127.0.0.1]"]
 )
 def test_no_proxy_towards_loopback(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", "socks5://elsewhere:1")

@@ -369,10 +369,7 @@ def test_commands_that_made_a_run_have_their_ends(run: RunFolder) -> None:
     (run.path / "config.toml").write_text('redis = "redis://:sesame@db"\n')
     assert origin_of(run.path) == {
         "settings": 'redis = "redis://...@db"',
-        "commands": [
-            {"command": "a"},
-            {"command": "b", "ended_unix_s": 3.0},
-        ],
+        "commands": [{"command": "a"}, {"command": "b", "ended_unix_s": 3.0}],
     }
 
 

@@ -25,13 +25,7 @@ import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool, as_tool
 from agentloop.environments.agent import Agent
-from agentloop.environments.environment import (
-    Environment,
-    EnvSettings,
-    load,
-    open_tasks,
-    reward_of,
-)
+from agentloop.environments.environment import Environment, EnvSettings, load, open_tasks, reward_of
 from agentloop.environments.rewards.reward import Grader, Reward, RewardFunction
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import (
@@ -282,9 +276,7 @@ class UnendingModel(Model):
 
 
 @pytest.mark.parametrize("num_tokens", [2000, 20000])
-async def test_environment_starts_as_many_groups_as_the_built_in_agent(
-    num_tokens: int,
-) -> None:
+async def test_environment_starts_as_many_groups_as_the_built_in_agent(num_tokens: int) -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -1226,9 +1218,7 @@ async def test_siblings_do_not_share_changes_of_their_arguments() -> None:
         assert [rollout.reward and rollout.reward.value for rollout in episodes] == [4, 4, 4]
 
 
-def test_environments_tasks_replace_only_those_of_a_generator(
-    tmp_path: Path,
-) -> None:
+def test_environments_tasks_replace_only_those_of_a_generator(tmp_path: Path) -> None:
     @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9})
     async def game(task: Any, agent: Agent) -> float:
         return 1.0
@@ -1402,10 +1392,7 @@ async def test_failure_is_recorded_with_its_reason() -> None:
 
 @pytest.mark.parametrize(
     ("returned", "reason"),
-    [
-        (0.0, "its agent did not run: nothing was sampled"),
-        (None, "the environment gives none"),
-    ],
+    [(0.0, "its agent did not run: nothing was sampled"), (None, "the environment gives none")],
 )
 async def test_rollout_without_a_conversation_has_a_record_and_no_reward(
     returned: float | None, reason: str
@@ -1540,11 +1527,7 @@ class Programs:
     """A sandbox in which a program's outcome is its own text."""
 
     async def run(
-        self,
-        code: str,
-        stdin: str = "",
-        timeout_s: float | None = None,
-        language: str = "python",
+        self, code: str, stdin: str = "", timeout_s: float | None = None, language: str = "python"
     ) -> CallResult:
         return CallResult(1, CallStatus(code))
 

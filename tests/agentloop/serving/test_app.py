@@ -311,10 +311,7 @@ REFUSED: Any = {
         ({"response_format": REFUSED}, "response_format: its schema"),
         ({"tools": [THEIRS], "tool_choice": "required"}, "tool_choice: a tool's parameters"),
         (
-            {
-                "tools": [THEIRS],
-                "tool_choice": {"type": "function", "function": {"name": "ours"}},
-            },
+            {"tools": [THEIRS], "tool_choice": {"type": "function", "function": {"name": "ours"}}},
             "tool_choice: there is no tool 'ours'; the tools are theirs",
         ),
         ({"tool_choice": "required"}, "tool_choice: there are no tools to call"),
@@ -545,8 +542,7 @@ async def test_token_is_asked_for_where_one_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("top_k", 1 << 31), ("seed", 1 << 63), ("ignore_eos", 1)],
+    ("field", "value"), [("top_k", 1 << 31), ("seed", 1 << 63), ("ignore_eos", 1)]
 )
 async def test_harmful_or_ignored_values_are_refused(field: str, value: Any) -> None:
     async with service() as at:

@@ -229,10 +229,7 @@ def test_unsupported_parameters_that_would_change_the_answer_are_refused(
 
 @pytest.mark.parametrize(
     ("field", "value", "instead"),
-    [
-        ("min_tokens", 2, "leave it out, or use 0"),
-        ("stop_token_ids", [3], "use stop"),
-    ],
+    [("min_tokens", 2, "leave it out, or use 0"), ("stop_token_ids", [3], "use stop")],
 )
 def test_parameters_of_the_bare_model_are_refused_for_the_agent(
     field: str, value: Any, instead: str

@@ -11,11 +11,7 @@ import pytest
 from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import (
-    ServerError,
-    ServerRefused,
-    ServerUnavailable,
-)
+from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.rollouts.metrics import about
 from agentloop.rollouts.record import AgentRecord, ConversationRow, RolloutRecord

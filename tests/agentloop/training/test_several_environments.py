@@ -13,12 +13,7 @@ import pytest
 
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.rollouts.metrics import (
-    GroupFigures,
-    RolloutFigures,
-    about_each,
-    rewards_of_each,
-)
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about_each, rewards_of_each
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import StageSettings
 from agentloop.trajectory import Trajectory

@@ -26,18 +26,7 @@ def test_arguments_are_literals_of_python_or_json(text: str, arguments: dict[str
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "other",
-        "g(1)",
-        "{1, 2}",
-        "b'a'",
-        "1j",
-        "{(1,): 2}",
-        "[*a]",
-        "{**a}",
-        "-'a'",
-    ],
+    "value", ["other", "g(1)", "{1, 2}", "b'a'", "1j", "{(1,): 2}", "[*a]", "{**a}", "-'a'"]
 )
 def test_argument_that_is_no_literal_always_has_the_same_error(value: str) -> None:
     name, arguments, error = decode_python_call(f"f(x={value})")

@@ -13,13 +13,7 @@ from agentloop.agent.sessions.history import context_key, keys_of
 from agentloop.errors import RequestError, ServerError, ServerUnavailable
 from agentloop.events import Feed
 from agentloop.trajectory import Message, StopReason
-from tests.agentloop.agent.sessions.test_session import (
-    TOOL,
-    Client,
-    as_message,
-    reply,
-    user,
-)
+from tests.agentloop.agent.sessions.test_session import TOOL, Client, as_message, reply, user
 from tests.support import END, TEMPLATE, call_text, chunks, template, tokenizer
 
 

@@ -119,11 +119,7 @@ def test_line_that_blocks_the_event_loop_is_named(
 )
 @pytest.mark.full
 def test_failed_rollout_is_shown_with_its_reason(
-    fake: FakeSGLang,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    reason: str,
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str
 ) -> None:
     settings = [*settings_for(fake), "num_rollouts=2"]
     assert main(["env", "try", f"{HERE}:{name}", *settings]) == 1

@@ -101,11 +101,7 @@ class Scorer:
         self.score = score
 
     async def run(
-        self,
-        code: str,
-        stdin: str = "",
-        timeout_s: float | None = None,
-        language: str = "python",
+        self, code: str, stdin: str = "", timeout_s: float | None = None, language: str = "python"
     ) -> CallResult:
         mark = json.loads(stdin)["mark"]
         stdout = f"\n{mark} scores\n\n{mark} {json.dumps({'score': self.score})}\n"

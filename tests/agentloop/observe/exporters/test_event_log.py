@@ -22,11 +22,7 @@ from agentloop.events import (
     RolloutScored,
     TokensSampled,
 )
-from agentloop.observe.exporters.event_log import (
-    EventLog,
-    EventLogSettings,
-    read_events,
-)
+from agentloop.observe.exporters.event_log import EventLog, EventLogSettings, read_events
 from agentloop.trajectory import ToolCallStatus, ToolResult
 from tests.agentloop.observe import story
 from tests.patience import patient

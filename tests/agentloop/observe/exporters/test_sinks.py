@@ -216,10 +216,7 @@ def test_unknown_sink_is_rejected() -> None:
         ({"token": None, "secret": ""}, {"token": None, "secret": ""}),
         ({"max_response_tokens": 3, "eos_token": 2}, {"max_response_tokens": 3, "eos_token": 2}),
         ({"redis": "redis://me:pw@h:1/0"}, {"redis": "redis://***@h:1/0"}),
-        (
-            {"servers": ["http://a:b@c", "http://d"]},
-            {"servers": ["http://***@c", "http://d"]},
-        ),
+        ({"servers": ["http://a:b@c", "http://d"]}, {"servers": ["http://***@c", "http://d"]}),
         ({"folder": Path("runs"), 1: (2, 0.5)}, {"folder": "runs", "1": [2, 0.5]}),
         ({"x": pydantic.SecretStr("abc")}, {"x": "**********"}),
     ],

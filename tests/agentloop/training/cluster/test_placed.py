@@ -22,12 +22,7 @@ from agentloop.errors import ServerStartError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.supervise import Launch, ServerSettings, start_guarded
 from agentloop.models import SMALL
-from agentloop.training.cluster.placed import (
-    PlacedRun,
-    rank_launch,
-    sandbox_launch,
-    server_launch,
-)
+from agentloop.training.cluster.placed import PlacedRun, rank_launch, sandbox_launch, server_launch
 from agentloop.training.cluster.placement import ClusterNode, RunProcess, place, processes_of
 from agentloop.training.cluster.ray_cluster import MakeLaunch, RayCluster, Spot
 from agentloop.training.cluster.settings import ClusterSettings
@@ -143,9 +138,7 @@ def placed(
 
 
 @pytest.mark.full
-async def test_restarted_server_keeps_its_url_only_on_the_same_node(
-    tmp_path: Path,
-) -> None:
+async def test_restarted_server_keeps_its_url_only_on_the_same_node(tmp_path: Path) -> None:
     fake, clients = FakeCluster(), Watching()
     run = placed(fake)
     moves: list[tuple[str, str]] = []

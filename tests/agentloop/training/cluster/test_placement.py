@@ -47,9 +47,7 @@ def runs(draw: st.DrawFn) -> list[RunProcess]:
     return processes_of(
         ClusterSettings(sandbox_hosts=draw(st.integers(0, 4)), runtimes=runtimes),
         ServerSettings(
-            count=count,
-            tp_size=draw(st.integers(1, 4)),
-            dp_size=draw(st.integers(1, 2)),
+            count=count, tp_size=draw(st.integers(1, 4)), dp_size=draw(st.integers(1, 2))
         ),
         RanksSettings(nodes=draw(st.integers(1, 3)), nproc_per_node=draw(st.integers(1, 8))),
         num_sandbox_cpus=draw(st.integers(1, 4)),

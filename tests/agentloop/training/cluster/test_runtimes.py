@@ -435,9 +435,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
             yield runtimes, players
 
 
-async def test_runtimes_do_not_change_the_batches_of_a_run(
-    tmp_path: Path,
-) -> None:
+async def test_runtimes_do_not_change_the_batches_of_a_run(tmp_path: Path) -> None:
     """This holds even if one of them is killed with each step."""
     pytest.importorskip(
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"

@@ -19,11 +19,7 @@ from agentloop.config import load_settings
 from agentloop.errors import SettingsError
 from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.credit.grpo import group_advantages
-from agentloop.training.credit.rule import (
-    Aggregate,
-    RewardedRollout,
-    token_weights,
-)
+from agentloop.training.credit.rule import Aggregate, RewardedRollout, token_weights
 from agentloop.training.credit.settings import RULES, CreditSettings, assign
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.run.folder import RunFolder

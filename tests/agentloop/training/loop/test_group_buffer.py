@@ -33,11 +33,7 @@ async def opened(
 ) -> AsyncIterator[tuple[GroupBuffer, GroupQueue]]:
     async with GroupQueue.open(folder / "queue.sqlite") as queue:
         buffer = GroupBuffer(
-            queue,
-            RunControl(),
-            batch_size=BATCH,
-            max_staleness=max_staleness,
-            max_bytes=max_bytes,
+            queue, RunControl(), batch_size=BATCH, max_staleness=max_staleness, max_bytes=max_bytes
         )
         tasks = StageTasks(TaskSource.open(TasksSettings(kind="arithmetic")), 1)
         await buffer.begin_stage(tasks, num_groups=num_groups, ids=None)

@@ -84,9 +84,7 @@ class ByTask:
 
 
 @pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
-async def test_groups_follow_the_order_of_accepted_tasks(
-    refused: set[str],
-) -> None:
+async def test_groups_follow_the_order_of_accepted_tasks(refused: set[str]) -> None:
     tasks = [Task(key, "?", "") for key in "abc"]
     report, rollouts = RecordedReport(), ByTask(refused)
     if len(refused) == len(tasks):

@@ -81,9 +81,7 @@ async def test_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None
     assert group.task.extra == {"when": "2026-11-21"}
 
 
-async def test_figures_that_are_not_plain_data_are_refused(
-    tmp_path: Path,
-) -> None:
+async def test_figures_that_are_not_plain_data_are_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (number,) = await admitted(queue, 1)
         with pytest.raises(TypeError):

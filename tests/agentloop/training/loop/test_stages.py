@@ -22,23 +22,13 @@ from agentloop.analysis.run_list import RunState, summarize
 from agentloop.config import to_toml
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.errors import (
-    EnvironmentFailed,
-    RequestError,
-    ServerError,
-    leaves,
-    sole,
-)
+from agentloop.errors import EnvironmentFailed, RequestError, ServerError, leaves, sole
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.loop.staleness import Slots
 from agentloop.training.plan.settings import TrainSettings
-from agentloop.trajectory import (
-    StopReason,
-    ToolCall,
-    Trajectory,
-)
+from agentloop.trajectory import StopReason, ToolCall, Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
@@ -155,9 +145,7 @@ async def test_run_ends_if_all_tasks_are_invalid(tmp_path: Path) -> None:
     assert "9000 tokens (3 tasks in a row refused)" in str(sole(caught.value))
 
 
-async def test_environment_that_always_fails_ends_the_run_with_its_name(
-    tmp_path: Path,
-) -> None:
+async def test_environment_that_always_fails_ends_the_run_with_its_name(tmp_path: Path) -> None:
     sources = {name: TaskSource.open(ARITHMETIC) for name in ("good", "bad")}
     tasks = MixedTasks(sources, {"good": 1, "bad": 1})
 
@@ -203,10 +191,7 @@ async def test_group_has_the_version_that_is_live_when_it_starts(
 async def test_resumed_run_does_not_draw_filtered_tasks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = {
-        "hard": StageSettings(steps=1, filter_tasks=4),
-        "rest": StageSettings(steps=1),
-    }
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4), "rest": StageSettings(steps=1)}
 
     async def killed(*arguments: Any, **named: Any) -> Any:
         raise OSError("killed")
@@ -295,9 +280,7 @@ def sum_tasks(folder: Path, cursor: dict[str, Any] | None = None) -> TaskSource:
     return TaskSource.open(TasksSettings(kind="jsonl", paths=[file]), cursor)
 
 
-async def test_curriculum_retires_solved_tasks_and_resumes_identically(
-    tmp_path: Path,
-) -> None:
+async def test_curriculum_retires_solved_tasks_and_resumes_identically(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"curriculum": True, "steps": 24, "evaluate_every": 0}
     tasks = sum_tasks(tmp_path)
     _, run_group, run = await run_loop(

@@ -23,9 +23,7 @@ from agentloop.training.loop.training_loop import LoopView, TrainingLoop
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.status import Unwatched
 from agentloop.training.weight_sync import loop as weight_sync_loop
-from agentloop.trajectory import (
-    Trajectory,
-)
+from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
@@ -44,9 +42,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
-async def test_last_step_is_saved_once_without_evaluations(
-    tmp_path: Path,
-) -> None:
+async def test_last_step_is_saved_once_without_evaluations(tmp_path: Path) -> None:
     learner, run_group, _ = await run_loop(tmp_path, steps=2, evaluate_every=0, checkpoint_every=1)
     assert set(run_group.sizes) == {8}
     assert [op for op, _ in learner.requests].count("save") == 2

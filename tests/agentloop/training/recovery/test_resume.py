@@ -15,9 +15,7 @@ import anyio.to_thread
 import pytest
 
 from agentloop.environments.tasks.sources import TaskSource
-from agentloop.errors import (
-    sole,
-)
+from agentloop.errors import sole
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import LearnerError
 from agentloop.training.loop.queue import GroupQueue
@@ -168,9 +166,7 @@ async def test_weights_of_an_earlier_process_are_replaced_with_transport_broadca
     assert model == {"life": "second", "version": "2"}
 
 
-async def test_groups_of_a_larger_batch_do_not_block_a_smaller(
-    tmp_path: Path,
-) -> None:
+async def test_groups_of_a_larger_batch_do_not_block_a_smaller(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", "")
     gc.collect()
     tasks = TaskSource.open(ARITHMETIC)

@@ -19,19 +19,14 @@ import pytest
 
 from agentloop.cli.runs.export import find
 from agentloop.environments.tasks.sources import Task, TaskSource
-from agentloop.errors import (
-    ModelError,
-    RunFolderError,
-)
+from agentloop.errors import ModelError, RunFolderError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.loop.queue import GroupQueue, StepNotes
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.recovery.undo import finish_undo, undo
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.weight_sync.settings import WeightsSettings
-from agentloop.trajectory import (
-    Trajectory,
-)
+from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
@@ -256,9 +251,7 @@ async def test_groups_replaced_before_an_undo_are_rolled_out_again(tmp_path: Pat
     ]
 
 
-async def test_undone_stage_starts_over_without_leftover_groups(
-    tmp_path: Path,
-) -> None:
+async def test_undone_stage_starts_over_without_leftover_groups(tmp_path: Path) -> None:
     class Half(FakeRollouts):
         """Gives equal rewards to every other group of the second process, up to a number."""
 
@@ -305,9 +298,7 @@ async def test_undone_stage_starts_over_without_leftover_groups(
     assert files == [f"group-{number:07}.jsonl" for number in numbers]
 
 
-async def test_filtered_stage_ignores_groups_of_another_stage(
-    tmp_path: Path,
-) -> None:
+async def test_filtered_stage_ignores_groups_of_another_stage(tmp_path: Path) -> None:
     """A stage of hard tasks restores only groups of hard tasks."""
 
     class Easy(FakeRollouts):

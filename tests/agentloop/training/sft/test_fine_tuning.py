@@ -166,10 +166,7 @@ def check_rollout(row: Mapping[str, Any], tool: Any) -> None:
     stated = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     turns = [chunks(written(SHIPPED, text.removeprefix("<reason>") + END)) for text in stated]
     rollout = Rollout(
-        engine=ScriptedEngine(*turns),
-        chat=SHIPPED,
-        messages=row["messages"][:1],
-        tools=[tool],
+        engine=ScriptedEngine(*turns), chat=SHIPPED, messages=row["messages"][:1], tools=[tool]
     )
     expected = anyio.run(rollout.run)
     assert SHIPPED.decode(actual.ids) == SHIPPED.decode(expected.ids)
@@ -339,14 +336,7 @@ def calling(*ids: str, arguments: Any = None) -> dict[str, Any]:
             "messages[2].tool_call_id: 'b' is none of a",
         ),
         (
-            {
-                "messages": [
-                    USER,
-                    calling("a", "b"),
-                    *[{**RESULT, "tool_call_id": "a"}] * 2,
-                    ANSWER,
-                ]
-            },
+            {"messages": [USER, calling("a", "b"), *[{**RESULT, "tool_call_id": "a"}] * 2, ANSWER]},
             "messages[3].tool_call_id: 'a' has a result already",
         ),
         (

@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
-from agentloop.training.weight_sync.checksums import (
-    Tensor,
-    checksum,
-    config_dtype,
-    parts_of,
-)
+from agentloop.training.weight_sync.checksums import Tensor, checksum, config_dtype, parts_of
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.verify import Proof, judge, layout_of, prove
 

@@ -20,14 +20,7 @@ from tests.agentloop.training.loop_support import (
     RecordingLearner,
     run_loop,
 )
-from tests.agentloop.training.weight_sync.test_sync import (
-    ANSWER,
-    ONE,
-    TWO,
-    routed,
-    states,
-    turn,
-)
+from tests.agentloop.training.weight_sync.test_sync import ANSWER, ONE, TWO, routed, states, turn
 from tests.support import FakeSGLang, eventually
 
 MEMORY = {"kv_cache", "weights"}
@@ -45,9 +38,7 @@ class WatchedRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_memory_alternates_between_learner_steps_and_rollouts(
-    tmp_path: Path,
-) -> None:
+async def test_memory_alternates_between_learner_steps_and_rollouts(tmp_path: Path) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
     released: list[tuple[str, set[str]]] = []
 

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 
 from agentloop.environments.tasks.sources import TaskSource
-from agentloop.errors import (
-    RequestError,
-)
+from agentloop.errors import RequestError
 from agentloop.training.weight_sync.settings import WeightsSettings
-from agentloop.trajectory import (
-    Trajectory,
-)
+from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
@@ -61,9 +57,7 @@ async def test_run_removes_its_weights_from_an_external_folder(tmp_path: Path, f
     assert list(shared.iterdir()) == []
 
 
-async def test_restarted_server_gets_the_weights_while_rollouts_wait(
-    tmp_path: Path,
-) -> None:
+async def test_restarted_server_gets_the_weights_while_rollouts_wait(tmp_path: Path) -> None:
     fake = FakeSGLang([5])
 
     class Waiting(FakeRollouts):

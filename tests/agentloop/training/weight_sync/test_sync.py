@@ -131,9 +131,7 @@ async def test_sync_without_servers_is_an_error() -> None:
         assert states(router) == ["stale"]
 
 
-async def test_version_that_a_server_reports_is_not_proof(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_version_that_a_server_reports_is_not_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server reports version 1 but has other weights; probes do not change that."""
     probes: list[str] = []
     ask = SGLangServer.weight_version
@@ -322,9 +320,7 @@ async def test_tensors_without_expected_checksums_are_compared_among_servers(
     assert all("quantization = fp8" in single for single in stated)
 
 
-async def test_files_changed_after_publication_are_not_served(
-    tmp_path: Path,
-) -> None:
+async def test_files_changed_after_publication_are_not_served(tmp_path: Path) -> None:
     """This holds although all servers have read the same files."""
     publish(tmp_path)
     remaining = {name: single + 1 for name, single in TENSORS.items()}

@@ -18,11 +18,7 @@ from agentloop.errors import RequestError, ServerError, UnknownModel
 from agentloop.serving.exchange import named_event
 from agentloop.serving.http import error_body, error_of
 from agentloop.serving.protocols.chat.chat_completions import ChunkWriter, chunk_frame, completion
-from agentloop.serving.protocols.messages.answers import (
-    MessagesStream,
-    error_form,
-    whole,
-)
+from agentloop.serving.protocols.messages.answers import MessagesStream, error_form, whole
 from agentloop.serving.protocols.messages.messages import MessagesRequest
 from agentloop.serving.schemas import ChatCompletionChunk
 from agentloop.trajectory import StopReason, Trajectory, Turn
