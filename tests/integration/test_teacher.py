@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 
 pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
@@ -29,7 +30,6 @@ from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.teacher_client import open_teacher
 from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
-from tests.integration.test_train import Said
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -87,7 +87,7 @@ async def test_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path
         "page=false",
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(Any, Said()))
+    folder = await train(settings, cast(Any, RecordedProgress()))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["learner/loss"] for row in rows if "learner/loss" in row]
     print(losses)

@@ -14,9 +14,9 @@ from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
 from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.settings import TrainSettings
-from agentloop.training.run.status import RunStatus
 from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory, TruncatedTurn
+from tests.fakes import RecordedProgress
 from tests.integration.quickstart import QuickStart
 
 pytestmark = [
@@ -52,25 +52,6 @@ def coin(trajectory: Trajectory, task: Task) -> float | None:
     return int(-sum(trajectory.logprobs) * 1e6) % 2
 
 
-class Said:
-    """Progress lines, kept."""
-
-    line = ""
-    status = None
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        print(line)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        pass
-
-
 @pytest.mark.gate
 async def test_two_steps_of_training_change_what_the_servers_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -92,7 +73,7 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
         f"reward.function={__name__}:coin",
     ]
     settings = load_settings(TrainSettings, [tmp_path / "my.toml"], overrides)
-    stated = Said()
+    stated = RecordedProgress()
     folder = await train(settings, cast(ProgressLine, stated))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [first for first in metrics if "reward" in first]
@@ -141,7 +122,7 @@ async def test_cut_distribution_is_trained_on_as_it_was_sampled(
         f"reward.function={__name__}:coin",
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(ProgressLine, Said()))
+    folder = await train(settings, cast(ProgressLine, RecordedProgress()))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [first for first in metrics if "learner/kl" in first]
     assert [first["step"] for first in steps] == [1, 2]
@@ -168,7 +149,7 @@ async def test_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     """laptop.toml, cut short: a model that has learned nothing yet, but each part is there."""
     overrides = [*CUT_SHORT, f"run.folder={tmp_path}", "run.name=laptop"]
     settings = load_settings(TrainSettings, [RECIPE.with_name("laptop.toml")], overrides)
-    stated = Said()
+    stated = RecordedProgress()
     folder = await train(settings, cast(ProgressLine, stated))
     stages = [line for line in stated.lines if line.startswith("Stage ")]
     assert [line.split(",")[0] for line in stages] == [

@@ -18,8 +18,9 @@ from agentloop.sandbox.engine import connect
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory
+from tests.fakes import RecordedProgress
 from tests.integration.test_programs import containers
-from tests.integration.test_train import RECIPE, Said
+from tests.integration.test_train import RECIPE
 
 pytestmark = [
     pytest.mark.real,
@@ -76,7 +77,7 @@ async def test_programs_and_clients_are_trained_on(tmp_path: Path) -> None:
         f"reward.function={__name__}:coin",
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(ProgressLine, Said()))
+    folder = await train(settings, cast(ProgressLine, RecordedProgress()))
     async with connect() as docker:
         assert await containers(docker, os.getpid()) == []
 

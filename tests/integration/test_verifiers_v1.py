@@ -21,8 +21,8 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.serving.sessions import listening_for_sessions
-from tests.agentloop.environments.test_agent_url import Listening
 from tests.agentloop.serving.test_app import CHAT, says
+from tests.fakes import NoModel
 from tests.integration.conftest import need
 from tests.patience import patient
 from tests.rollouts import records_of
@@ -112,7 +112,7 @@ async def played(*turns: Sequence[Step]) -> RolloutRecord:
             ScriptedEngine(*turns), CHAT, model_name="fake", sampling=Sampling(), budget=budget
         ) as listener,
     ):
-        player = EnvironmentPlayer(opened, Listening(listener), sampling=Sampling())
+        player = EnvironmentPlayer(opened, NoModel(session_listener=listener), sampling=Sampling())
         (record,) = await records_of(player, task, budget=budget)
     return record
 

@@ -24,7 +24,16 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 from tests.rollouts import records_of
-from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
+from tests.support import (
+    END,
+    ScriptedEngine,
+    Step,
+    call_text,
+    chat_format,
+    chunks,
+    eventually,
+    serving,
+)
 from tests.support import written as ids_of
 
 pytestmark = [
@@ -531,16 +540,12 @@ async def test_http_error_is_an_infrastructure_failure_and_headers_are_sent(
 
     app = web.Application()
     app.router.add_post("/mcp", answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
-        headers = {"Authorization": "Bearer ${MCP_TEST_TOKEN}"}
-        async with mcp_server(url=url, headers=headers, timeout_s=600) as tools:
-            with anyio.fail_after(60):
-                lost = await call(tools, "look")
-        assert lost.status is ToolCallStatus.INFRASTRUCTURE
-        assert set(authorizations) == {"Bearer s3cret"}
-    finally:
-        await runner.cleanup()
+    headers = {"Authorization": "Bearer ${MCP_TEST_TOKEN}"}
+    async with (
+        serving(app) as url,
+        mcp_server(url=f"{url}/mcp", headers=headers, timeout_s=600) as tools,
+    ):
+        with anyio.fail_after(60):
+            lost = await call(tools, "look")
+    assert lost.status is ToolCallStatus.INFRASTRUCTURE
+    assert set(authorizations) == {"Bearer s3cret"}

@@ -31,6 +31,7 @@ from agentloop.agent.tools import (
 )
 from agentloop.errors import RequestError
 from agentloop.trajectory import ToolCallStatus
+from tests.fakes import Unprintable
 from tests.patience import patient
 from tests.support import eventually
 
@@ -383,11 +384,6 @@ async def test_caller_tool_runs_nothing() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([tool]) as tools:
         assert (await tools.run("theirs", {"any": "thing"})).status is ToolCallStatus.CALLER
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("even this")
 
 
 async def raises_unprintable() -> None:

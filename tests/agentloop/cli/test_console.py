@@ -38,6 +38,7 @@ from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run.status import RunStatus
+from tests.fakes import Unprintable
 from tests.patience import patient
 
 
@@ -398,10 +399,6 @@ def test_failure_is_printed_once_per_place(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_warning_of_error_without_text(capsys: pytest.CaptureFixture[str]) -> None:
-    class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise KeyError("message")
-
     logging.getLogger().handlers.clear()
 
     async def fail() -> int:

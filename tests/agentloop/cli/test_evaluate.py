@@ -19,35 +19,10 @@ from agentloop.cli.evaluate import main
 from agentloop.config import load_settings
 from agentloop.evaluation.wiring import EvaluateSettings, chosen_tasks, evaluate
 from agentloop.launch.progress import ProgressLine
-from agentloop.training.run.status import RunStatus
 from tests.agentloop.cli import played
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
+from tests.fakes import RecordedProgress
 from tests.support import eventually
-
-
-class RecordedProgress:
-    """Records progress lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.statuses: list[RunStatus] = []
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        self.statuses.append(status)
-
-    @property
-    def line(self) -> str:
-        return self.lines[-1] if self.lines else ""
-
-    @property
-    def status(self) -> RunStatus | None:
-        return self.statuses[-1] if self.statuses else None
 
 
 def write(path: Path, *answers: str) -> Path:

@@ -27,6 +27,7 @@ from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder, checkpoints_in
 from agentloop.training.run.status import RunStatus
 from agentloop.training.sft.run import SftSettings, sft
+from tests.fakes import RecordedProgress
 from tests.support import eventually
 
 RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
@@ -102,22 +103,6 @@ def test_laptops_stages_fit_together() -> None:
     assert set(settings.tasks.levels) <= set(settings.sft.data.levels)
     assert not settings.tasks.system
     assert settings.loop.evaluate_tasks <= settings.tasks.held_out
-
-
-class RecordedProgress:
-    """Records progress."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        print(line)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        pass
 
 
 OWN = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")

@@ -34,11 +34,11 @@ from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.plan.checks import check_settings
 from agentloop.training.plan.settings import TrainSettings, learner_settings
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.run.status import RunStatus
 from agentloop.training.sft.stage import check_teachers
 from agentloop.training.wiring import RolloutPlan, rollouts_of, train
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import FakeSGLang, eventually
 
@@ -504,31 +504,15 @@ PLAYED_RANK = RANK.replace(
 )
 
 
-class PlayedServer(FakeSGLang):
+class SilentServer(FakeSGLang):
     """Gives the same response to every prompt; from request `silent_after` on, none."""
 
     silent_after = 1000
 
-    async def _stream(self, request: Any, response: Any, body: Any, fault: Any) -> None:
-        self.num_prompt = len(body["input_ids"])
+    async def _stream(self, request: Any, *streamed: Any) -> None:
         if len(self.requests) > self.silent_after:
             await anyio.sleep_forever()
-        await super()._stream(request, response, body, fault)
-
-
-class RecordedProgress:
-    """Records progress."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
-
-    say = __call__
-
-    def show(self, status: RunStatus) -> None:
-        pass
+        await super()._stream(request, *streamed)
 
 
 @pytest.fixture
@@ -565,7 +549,7 @@ def pids_of(script: Path) -> list[int]:
 @pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 async def test_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
-    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server = SilentServer([5, 6, 99], None, context_length=4000, max_total_num_tokens=80_000)
     progress = RecordedProgress()
     async with server.serving():
         folder = await train(played_settings(tmp_path, server), cast(ProgressLine, progress))
@@ -588,7 +572,7 @@ async def test_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Pa
 async def test_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, played_rank: Path, step: int | None, checkpoint: str
 ) -> None:
-    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server = SilentServer([5, 6, 99], None, context_length=4000, max_total_num_tokens=80_000)
     server.gate = anyio.Event()
     progress = RecordedProgress()
     folder = tmp_path / "my runs" / "first"
@@ -616,7 +600,7 @@ async def test_stopped_run_prints_the_command_to_resume_it(
 async def test_rank_that_dies_while_rollouts_go_on_is_started_again(
     tmp_path: Path, played_rank: Path, max_restarts: int
 ) -> None:
-    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server = SilentServer([5, 6, 99], None, context_length=4000, max_total_num_tokens=80_000)
     server.gate = anyio.Event()
     progress = RecordedProgress()
 
@@ -652,7 +636,7 @@ ENVS = "envs=[{weight=2, tasks={levels=[2]}, budget={max_turns=3}}, {tasks={leve
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.full
 async def test_run_of_two_environments(tmp_path: Path, played_rank: Path) -> None:
-    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server = SilentServer([5, 6, 99], None, context_length=4000, max_total_num_tokens=80_000)
     async with server.serving():
         settings = played_settings(tmp_path, server, ENVS, "loop.prompts_per_step=3")
         folder = await train(settings, cast(ProgressLine, RecordedProgress()))

@@ -18,29 +18,16 @@ from agentloop.errors import ServerUnavailable
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import RolloutRecord
-from agentloop.serving.sessions import SessionListener, listening_for_sessions
+from agentloop.serving.sessions import listening_for_sessions
 from agentloop.trajectory import StopReason, rollout_of
 from tests.agentloop.serving.test_app import CHAT, HELLO, says
+from tests.fakes import NoModel
 from tests.patience import patient
 from tests.rollouts import records_of
 from tests.support import ScriptedEngine, Step
 
 TASK = Task("t", "hello", "")
 SAMPLING = Sampling(temperature=0.75, seed=3)
-
-
-class Listening:
-    """A host that serves sessions, and has nothing else."""
-
-    pool: Any = None
-    resolve_tools: Any = None
-    rollout: Any = None
-
-    def __init__(self, listener: SessionListener) -> None:
-        self.session_listener = listener
-
-    async def listen_for_sessions(self) -> None:
-        """Do nothing: it listens."""
 
 
 async def played(
@@ -54,7 +41,9 @@ async def played_by(engine: ScriptedEngine, environment: Any, budget: Budget) ->
     async with listening_for_sessions(
         engine, CHAT, model_name="fake", sampling=Sampling(), budget=budget
     ) as listener:
-        player = EnvironmentPlayer(environment, Listening(listener), sampling=SAMPLING)
+        player = EnvironmentPlayer(
+            environment, NoModel(session_listener=listener), sampling=SAMPLING
+        )
         (episode,) = await records_of(player, TASK, name="7-t", budget=budget)
         assert len(listener.sessions) == 0
     return episode

@@ -28,6 +28,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import player_of
 from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory
+from tests.fakes import NoModel
 from tests.rollouts import records_of
 
 HERE = __name__
@@ -98,16 +99,12 @@ def test_env_and_envs_exclude_each_other(env: EnvSettings) -> None:
         resolved({"name": "m:one"}, env=env)
 
 
-class Model:
+class Model(NoModel):
     """Answers at once; records the budgets of environments and of the built-in agent."""
-
-    session_listener: Any = None
 
     async def listen_for_sessions(self) -> None:
         self.num_listens += 1
 
-    pool: Any = None
-    resolve_tools: Any = None
     router: Any = None
     own_tools: Any = ()
 
@@ -115,6 +112,7 @@ class Model:
         return [9]
 
     def __init__(self) -> None:
+        super().__init__()
         self.budgets: list[tuple[str, Budget]] = []
         self.num_listens = 0
 

@@ -12,6 +12,8 @@ from typing import Any
 import anyio
 from aiohttp import web
 
+from tests.support import serving
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -46,17 +48,9 @@ class FakeEndpoint:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        async with serving(app) as url:
+            self.url = url + "/v1"
             yield self
-        finally:
-            with anyio.move_on_after(5, shield=True):
-                await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in self.models]})

@@ -22,17 +22,11 @@ from agentloop.observe.watchdog import (
     watch_lag,
 )
 from agentloop.trajectory import Trajectory
+from tests.fakes import Clock
 from tests.patience import patient
 from tests.support import eventually
 
 SETTINGS = WatchdogSettings(no_progress_s=10, give_up_s=100)
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def elsewhere(look: Callable[[], str | None]) -> str | None:

@@ -48,27 +48,23 @@ from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
+from tests.fakes import FakePool, NoModel, Unprintable
 from tests.rollouts import records_of
 
 TASK = Task("t", "", "42", extra={"top": 100})
 
 
-class Model:
+class Model(NoModel):
     """Answers each conversation with the number of messages in it; records what it was asked.
 
     With `reply`, each further answer is one more.
     """
 
-    pool: Any = None
-    session_listener: Any = None
-
-    async def listen_for_sessions(self) -> None:
-        """Do nothing: no test here has a client."""
-
     def resolve_tools(self, tools: Sequence[Any]) -> list[Tool]:
         return [as_tool(tool) for tool in tools]
 
     def __init__(self, stop_reason: StopReason = StopReason.ANSWERED) -> None:
+        super().__init__()
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.stop_reason = stop_reason
         self.error: Exception | None = None
@@ -470,11 +466,6 @@ async def test_rollout_that_its_environment_failed_has_no_reward() -> None:
     assert bad.reward is not None
     assert (good.reward.value, bad.reward.value) == (1.0, None)
     assert bad.reward.reason.startswith("the environment gave a bad value: the reward: ")
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 @pytest.mark.parametrize("kind", ["own", "infrastructure", "value"])
@@ -1523,37 +1514,6 @@ async def test_slow_replies_are_the_environments_own_fault() -> None:
         await run(slow, Late(StopReason.TIME_BUDGET))
 
 
-class Programs:
-    """A sandbox in which a program's outcome is its own text."""
-
-    async def run(
-        self, code: str, stdin: str = "", timeout_s: float | None = None, language: str = "python"
-    ) -> CallResult:
-        return CallResult(1, CallStatus(code))
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[Any]:
-        if self:
-            raise SandboxUnavailable("no worker")
-        yield
-
-
-class Lost:
-    """A sandbox whose sessions have lost their process."""
-
-    def __init__(self, by: LostBy) -> None:
-        self.by = by
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[Any]:
-        yield self
-
-    async def run(
-        self, code: str, timeout_s: float | None = None, language: str = "python"
-    ) -> CallResult:
-        raise SessionLost("the session has ended: exit status 3", self.by)
-
-
 @pytest.mark.parametrize(
     ("status", "reward"),
     [(CallStatus.OK, 1.0), (CallStatus.TIMEOUT, 0.0), (CallStatus.SANDBOX_ERROR, None)],
@@ -1567,7 +1527,7 @@ async def test_failing_program_is_a_result_but_failing_sandbox_is_not(
         return (await agent.sandbox.run(str(status))).ok
 
     model = Model()
-    model.pool = Programs()
+    model.pool = FakePool(lambda code, *_: CallResult(1, CallStatus(code)))
     (episode,) = await run(runs_program, model, size=1)
     assert episode.reward is not None
     assert episode.reward.value == reward
@@ -1581,7 +1541,7 @@ async def test_session_that_cannot_be_opened_is_no_reward() -> None:
         return 1.0
 
     model = Model()
-    model.pool = Programs()
+    model.pool = FakePool(no_session=SandboxUnavailable("no worker"))
     (episode,) = await run(runs_program, model, size=1)
     assert episode.reward is not None
     assert episode.reward.reason == "infrastructure: sandbox: no worker"
@@ -1599,7 +1559,7 @@ async def test_session_that_its_program_has_ended_is_a_result(by: LostBy) -> Non
         return 0.5
 
     model = Model()
-    model.pool = Lost(by)
+    model.pool = FakePool(SessionLost("the session has ended: exit status 3", by))
     (episode,) = await run(runs_program, model, size=1)
     assert episode.reward is not None
     if by is LostBy.PROGRAM:

@@ -39,7 +39,7 @@ from agentloop.training.run.collapse import CollapseSettings
 from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import RunControl
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.run.status import RunStatus, StatusWatch
+from agentloop.training.run.status import StatusWatch
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import (
@@ -52,25 +52,9 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 from tests.agentloop.training.fake_learner import FakeLearner
+from tests.fakes import RecordedProgress
 from tests.rollouts import GroupPlayer
 from tests.support import FakeSGLang
-
-
-class RecordedReport:
-    """Records reports."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.statuses: list[RunStatus] = []
-
-    def __call__(self, line: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        self.statuses.append(status)
 
 
 class RecordingLearner(FakeLearner):
@@ -164,7 +148,7 @@ async def run_loop(
     roc: RocSettings | None = None,
     fake: FakeSGLang | None = None,
     stages: dict[str, StageSettings] | None = None,
-    report: RecordedReport | None = None,
+    report: RecordedProgress | None = None,
     weights: WeightsSettings | None = None,
     credit: CreditSettings | None = None,
     learner: RecordingLearner | None = None,
@@ -193,7 +177,7 @@ async def run_loop(
             Grader(RewardSettings(function="exact"), reward) as grader,
             GroupQueue.open(run.path / "queue.sqlite") as queue,
         ):
-            report = report or RecordedReport()
+            report = report or RecordedProgress()
             context = RunContext(
                 LoopSettings(
                     **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings

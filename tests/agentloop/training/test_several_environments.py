@@ -20,11 +20,11 @@ from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     FakeRollouts,
     KilledRollouts,
-    RecordedReport,
     read_lines,
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 
 pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
@@ -47,7 +47,7 @@ class Mostly(FakeRollouts):
 
 
 async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Path) -> None:
-    tasks, report = mixed(), RecordedReport()
+    tasks, report = mixed(), RecordedProgress()
     _, _, run = await run_loop(
         tmp_path,
         tasks=tasks,

@@ -6,8 +6,7 @@ import inspect
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,9 +25,10 @@ from agentloop.environments.adapters import (
 from agentloop.environments.adapters.blocking import Blocking
 from agentloop.environments.environment import Environment
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
-from agentloop.sandbox import CallResult, CallStatus
 from agentloop.trajectory import Message
+from tests import support
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
+from tests.fakes import scoring_pool
 from tests.patience import patient
 from tests.support import eventually
 
@@ -94,20 +94,6 @@ def test_library_that_is_missing_is_named_with_its_extra(
         task_of(environment.with_arguments(arguments))
 
 
-class Scorer:
-    """A sandbox in which every answer gets the same score."""
-
-    def __init__(self, score: object) -> None:
-        self.score = score
-
-    async def run(
-        self, code: str, stdin: str = "", timeout_s: float | None = None, language: str = "python"
-    ) -> CallResult:
-        mark = json.loads(stdin)["mark"]
-        stdout = f"\n{mark} scores\n\n{mark} {json.dumps({'score': self.score})}\n"
-        return CallResult(1, CallStatus.OK, stdout=stdout)
-
-
 @pytest.fixture
 def gym(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A reasoning-gym whose only puzzle is a sum; returns the options of its data sets."""
@@ -142,7 +128,9 @@ async def test_puzzle_gives_its_score(
     options = {"sum": {"level": 3}}
     arguments = {"families": ["sum"], "options": options, "partial_credit": partial}
     puzzle = reasoning_gym.puzzle.with_arguments(arguments)
-    (episode,) = await play(puzzle, Scripted(lambda observed: answer, Scorer(score)))
+    (episode,) = await play(
+        puzzle, Scripted(lambda observed: answer, scoring_pool({"score": score}))
+    )
     assert episode.reward is not None
     assert episode.reward.value == value
     assert gym[0]["level"] == 3
@@ -228,18 +216,10 @@ class Lock:
         return {"type": "observation", "data": data}
 
 
-@asynccontextmanager
-async def serving(lock: Lock) -> AsyncIterator[str]:
+def serving(lock: Lock) -> AbstractAsyncContextManager[str]:
     app = web.Application()
     app.add_routes([web.get("/schema", lock.describe), web.get("/ws", lock.session)])
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    finally:
-        await runner.cleanup()
+    return support.serving(app)
 
 
 def numbers(*said: str) -> Scripted:

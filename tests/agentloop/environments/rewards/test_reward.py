@@ -34,10 +34,11 @@ from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import line_of
 from agentloop.errors import DataError, RewardError, SettingsError
-from agentloop.sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
+from agentloop.sandbox import CallStatus, SandboxUnavailable
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
 from agentloop.trajectory import ToolCallStatus as ToolStatus
 from tests.agentloop.environments.rewards import reward_functions
+from tests.fakes import Said, scoring_pool
 from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(120)  # processes start, and import much
@@ -619,32 +620,6 @@ async def test_function_of_this_process_that_fails() -> None:
             await grader.score(rollout(), task())
 
 
-Said = dict[str, Any] | CallStatus | SandboxError
-"""What a program says of a puzzle; how it ended while it scored; what the sandbox raised."""
-
-
-class FakePool:
-    """Answers as the sandbox does; `gets_far`: to where the answer is scored."""
-
-    def __init__(self, *said: Said, gets_far: bool = True) -> None:
-        self.gets_far = gets_far
-        self.said = list(said)
-        self.asked: list[dict[str, Any]] = []
-
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
-        await anyio.lowlevel.checkpoint()
-        requests = json.loads(stdin)
-        self.asked.append(requests)
-        stated = self.said.pop(0)
-        if isinstance(stated, SandboxError):
-            raise stated
-        started = f"\n{requests['mark']} scores\n" if self.gets_far else ""
-        if isinstance(stated, CallStatus):
-            return CallResult(0, stated, stdout=started, stderr="no luck")
-        mark = requests["mark"] if stated else "not the mark"
-        return CallResult(0, CallStatus.OK, stdout=f"{started}\n{mark} {json.dumps(stated)}\n")
-
-
 PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
 
 
@@ -677,19 +652,23 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
 )
 async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
-    pool = FakePool(said, said)
+    pool = scoring_pool(said, said)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
         )
     assert (result.value, result.answer) == (value, "1+1")
     assert why in result.reason
-    assert pool.asked[0] | {"mark": ""} == {"puzzle": PUZZLE, "answer": "1+1", "mark": ""}
+    assert json.loads(pool.asked[0][1]) | {"mark": ""} == {
+        "puzzle": PUZZLE,
+        "answer": "1+1",
+        "mark": "",
+    }
 
 
 @pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
 async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(how: CallStatus) -> None:
-    pool = FakePool(how, how, gets_far=False)
+    pool = scoring_pool(how, how, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
@@ -699,7 +678,7 @@ async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(how: Call
 
 
 async def test_scorer_that_was_slow_once_has_a_second_try() -> None:
-    pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
+    pool = scoring_pool(CallStatus.TIMEOUT, {"score": 1})
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
@@ -716,7 +695,7 @@ async def test_puzzles_own_answer_needs_no_scorer() -> None:
 
 
 async def test_sandbox_without_the_package_is_an_error() -> None:
-    pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
+    pool = scoring_pool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         with pytest.raises(SettingsError, match="reasoning-gym is not installed in the sandbox"):
             await grader.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))

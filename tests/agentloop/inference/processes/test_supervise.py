@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from agentloop.inference.processes.supervise import (
     require_device,
     running,
 )
+from tests.fakes import RecordedClients
 from tests.patience import patient
 
 pytestmark = [
@@ -501,42 +501,14 @@ def test_process_describes_itself(stub: Stub) -> None:
     assert (server.log_path, server.pid) == (stub.launch.log_path, None)
 
 
-class Seen:
-    """Records the calls of `keep_alive`."""
-
-    def __init__(self) -> None:
-        self.exits: list[tuple[str, str]] = []
-        self.restarts: list[str] = []
-        self.dead: set[str] = set()
-        self.unwanted: set[str] = set()
-        self.others: set[str] = set()
-
-    def mark_exited(self, url: str, reason: str) -> None:
-        self.exits.append((url, reason))
-
-    def mark_restarting(self, url: str) -> None:
-        self.restarts.append(url)
-
-    def starting(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
-    def is_dead(self, url: str) -> bool:
-        return url in self.dead
-
-    def is_enabled(self, url: str) -> bool:
-        return url not in self.unwanted
-
-    def give_up(self, url: str) -> bool:
-        self.unwanted.add(url)
-        return bool(self.others - self.unwanted)
-
+class Clients(RecordedClients):
     async def keep(self, servers: list[ServerProcess], **options: Any) -> None:
-        self.others |= {server.url for server in servers}
+        self.known |= {server.url for server in servers}
         await keep_alive(servers, ServerSettings(**options), self)
 
 
 async def test_server_that_dies_is_started_again(stub: Stub) -> None:
-    clients = Seen()
+    clients = Clients()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
@@ -546,8 +518,10 @@ async def test_server_that_dies_is_started_again(stub: Stub) -> None:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         await until(lambda: server.alive and stub.pids != first and server.pid == stub.pids[0])
-        assert clients.exits == [(server.url, "stub was killed by SIGKILL.")]
-        assert clients.restarts == [server.url]
+        assert clients.calls == [
+            f"{server.url} exited: stub was killed by SIGKILL.",
+            f"{server.url} restarting",
+        ]
         assert not any(map(_runs, first))
         assert server.log_path.with_name(server.log_path.name + ".previous").exists()
         await until(lambda: _listens(server.url))
@@ -556,7 +530,7 @@ async def test_server_that_dies_is_started_again(stub: Stub) -> None:
 
 
 async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
-    clients = Seen()
+    clients = Clients()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
@@ -565,7 +539,7 @@ async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
         os.kill(first[0], signal.SIGSTOP)
         clients.dead.add(server.url)
         t.start_soon(partial(clients.keep, [server], unresponsive_s=0.1))
-        await until(lambda: clients.restarts)
+        await until(lambda: len(clients.calls) >= 2)
         clients.dead.clear()
         await until(lambda: _listens(server.url))
         assert not any(map(_runs, first))
@@ -573,74 +547,12 @@ async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
     assert stub.left == []
 
 
-async def test_giving_up_servers_is_logged_and_raises_for_the_last(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stubs = [Stub(tmp_path / name) for name in "ab"]
-    clients = Seen()
-    async with running([stub.launch for stub in stubs], on_progress=quiet) as servers:
-        with pytest.RaisesGroup(
-            pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="no server is left"))
-        ):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(clients.keep, servers, max_restarts=0))
-                for server in servers:
-                    assert server.pid is not None
-                    os.kill(server.pid, signal.SIGKILL)
-                    await until(lambda: f"giving up {server.url}" in caplog.text)  # noqa: B023
-                    await until(lambda: not server.alive)  # noqa: B023
-                    if server is servers[-1]:
-                        await anyio.sleep_forever()
-    assert clients.restarts == []
-
-
-async def test_unwanted_server_stays_dead(stub: Stub) -> None:
-    clients = Seen()
-    async with running([stub.launch], on_progress=quiet) as [server]:
-        clients.unwanted.add(server.url)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(clients.keep, [server])
-            await until(lambda: clients.exits)
-            tasks.cancel_scope.cancel()
-    assert clients.restarts == []
-
-
-async def test_healthy_servers_of_others_keep_the_runtime_alive(stub: Stub) -> None:
-    clients = Seen()
-    clients.others.add("http://elsewhere")
-    async with running([stub.launch], on_progress=quiet) as [server]:
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(clients.keep, [server], max_restarts=0))
-            await until(lambda: server.url in clients.unwanted)
-            tasks.cancel_scope.cancel()
-
-
-async def test_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
-    """The server starts once; after that it exits immediately."""
-    once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
-    stub = Stub(tmp_path / "stub", once)
-    clients = Seen()
-    with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
-        async with running([stub.launch], on_progress=quiet) as [server]:
-            assert server.pid is not None
-            os.kill(server.pid, signal.SIGKILL)
-            await clients.keep([server], max_restarts=1)
-    assert [ending for _, ending in clients.exits] == [
-        "stub was killed by SIGKILL.",
-        "stub ended with exit status 3.",
-    ]
-
-
 @pytest.mark.parametrize("obstacle", ["removed", "in the way"])
 @pytest.mark.full
 async def test_log_that_cannot_be_renamed_does_not_prevent_a_restart(
     stub: Stub, obstacle: str
 ) -> None:
-    clients = Seen()
+    clients = Clients()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
@@ -662,7 +574,7 @@ async def test_log_that_cannot_be_renamed_does_not_prevent_a_restart(
 
 async def test_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub")
-    clients = Seen()
+    clients = Clients()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
         async with running([stub.launch], on_progress=quiet) as [server]:
             server.log_path.unlink()
@@ -671,7 +583,7 @@ async def test_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> Non
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
             await clients.keep([server], max_restarts=1)
-    assert len(clients.exits) == 2
+    assert sum(" exited: " in call for call in clients.calls) == 2
     assert stub.left == []
     with pytest.raises(ServerStartError, match="cannot be started"):
         async with running([stub.launch], on_progress=quiet):
@@ -683,7 +595,7 @@ async def test_slow_restart_is_not_killed(tmp_path: Path) -> None:
     """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)
-    clients = Seen()
+    clients = Clients()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
@@ -693,7 +605,7 @@ async def test_slow_restart_is_not_killed(tmp_path: Path) -> None:
         await until(lambda: not server.alive)
         clients.dead.add(server.url)
         t.start_soon(partial(clients.keep, [server], unresponsive_s=0.2))
-        await until(lambda: len(clients.exits) == 2)
+        await until(lambda: len(clients.calls) == 3)
         assert stub.pids != first, "it was killed before it was ready"
         t.cancel_scope.cancel()
     assert stub.left == []
@@ -703,7 +615,7 @@ async def test_another_program_has_its_port(tmp_path: Path) -> None:
     """The other program's answers are not even valid HTTP; only the start fails."""
     script = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(.5); sys.exit(3)\n"
     stub = Stub(tmp_path / "stub", script + STUB)
-    clients = Seen()
+    clients = Clients()
     nonsense = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"
     num_asked = 0
 

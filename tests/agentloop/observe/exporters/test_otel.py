@@ -34,7 +34,7 @@ from agentloop.observe.exporters.otel import (
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
 from tests.patience import patient
-from tests.support import eventually
+from tests.support import eventually, serving
 
 
 @dataclass
@@ -51,15 +51,9 @@ class Collector:
     async def serving(self) -> AsyncIterator[Collector]:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/traces", self._take)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as url:
+            self.url = url
             yield self
-        finally:
-            with anyio.move_on_after(5, shield=True):
-                await runner.cleanup()
 
     async def _take(self, request: web.Request) -> web.Response:
         body = await request.read()  # aiohttp has undone the compression

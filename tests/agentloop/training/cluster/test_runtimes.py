@@ -43,10 +43,10 @@ from tests.agentloop.training.cluster.player import Player, playing
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
-    RecordedReport,
     RecordingLearner,
     run_loop,
 )
+from tests.fakes import RecordedProgress
 from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
@@ -454,7 +454,7 @@ async def test_runtimes_do_not_change_the_batches_of_a_run(tmp_path: Path) -> No
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         rolling_out("one", "two") as (runtimes, players),
     ):
-        report = RecordedReport()
+        report = RecordedProgress()
         context = RunContext(
             LoopSettings(
                 steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2

@@ -18,11 +18,11 @@ from agentloop.training.run.context import RunContext
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     KilledRollouts,
-    RecordedReport,
     read_lines,
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 
 pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
@@ -55,7 +55,7 @@ async def test_evaluation_is_recorded_once_after_a_kill(
 OPTIONS: dict[str, Any] = {"size": 1, "budget": Budget(), "version": 0, "activity": "tasks"}
 
 
-def context(rollouts: Any, report: RecordedReport) -> RunContext:
+def context(rollouts: Any, report: RecordedProgress) -> RunContext:
     """Return a run without a journal and a folder."""
     nothing: Any = None
 
@@ -86,7 +86,7 @@ class ByTask:
 @pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
 async def test_groups_follow_the_order_of_accepted_tasks(refused: set[str]) -> None:
     tasks = [Task(key, "?", "") for key in "abc"]
-    report, rollouts = RecordedReport(), ByTask(refused)
+    report, rollouts = RecordedProgress(), ByTask(refused)
     if len(refused) == len(tasks):
         with pytest.raises(RequestError, match="no valid task among 3"):
             await roll_out_all(context(rollouts, report), tasks, "name", **OPTIONS)
@@ -106,7 +106,7 @@ async def test_environment_that_fails_on_every_task_is_reported() -> None:
             request.queued.set()
             raise EnvironmentFailed(f"environment game: {request.task.id}")
 
-    report = RecordedReport()
+    report = RecordedProgress()
     tasks = [Task(key, "?", "") for key in "ab"]
     run = context(Failing(set()), report)
     assert await roll_out_all(run, tasks, "name", **OPTIONS) == []

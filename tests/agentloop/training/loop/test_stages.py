@@ -34,7 +34,6 @@ from tests.agentloop.training.loop_support import (
     FakeRollouts,
     GatedRollouts,
     KilledRollouts,
-    RecordedReport,
     RecordingLearner,
     query_journal,
     read_lines,
@@ -42,6 +41,7 @@ from tests.agentloop.training.loop_support import (
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import eventually
 
@@ -121,7 +121,7 @@ class RefusingRollouts(FakeRollouts):
 
 
 async def test_invalid_task_is_skipped(tmp_path: Path) -> None:
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
+    tasks, report = TaskSource.open(ARITHMETIC), RecordedProgress()
     learner, _, run = await run_loop(
         tmp_path,
         tasks=tasks,
@@ -219,7 +219,7 @@ async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> No
         "short": StageSettings(steps=1, max_turns=2, max_response_tokens=50),
         "long": StageSettings(steps=2, reset_optimizer=True),
     }
-    report = RecordedReport()
+    report = RecordedProgress()
     learner, run_group, run = await run_loop(
         tmp_path, stages=stages, report=report, evaluate_every=5
     )
@@ -346,7 +346,7 @@ async def test_events_say_which_groups_are_trained_on(tmp_path: Path) -> None:
 
 async def test_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> None:
     stages = {"hard": StageSettings(steps=9, filter_tasks=2), "then": StageSettings(steps=1)}
-    report = RecordedReport()
+    report = RecordedProgress()
     _, run_group, run = await run_loop(
         tmp_path, right=1.0, stages=stages, report=report, evaluate_every=0
     )
@@ -412,7 +412,7 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards(tmp_path: Pat
 
 
 async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> None:
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
+    tasks, report = TaskSource.open(ARITHMETIC), RecordedProgress()
 
     class Easy(FakeRollouts):
         """Solves everything until the warning is printed."""

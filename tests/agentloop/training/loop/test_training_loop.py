@@ -29,13 +29,13 @@ from tests.agentloop.training.loop_support import (
     FakeRollouts,
     GatedRollouts,
     LostLearner,
-    RecordedReport,
     RecordingLearner,
     query_journal,
     read_lines,
     recorded_rows,
     run_loop,
 )
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import eventually
 
@@ -111,7 +111,7 @@ async def test_run_proceeds_while_environments_hold_all_threads(tmp_path: Path) 
 async def test_run_that_has_learned_nothing_says_why(
     tmp_path: Path, right: float, has_learned: bool
 ) -> None:
-    report = RecordedReport()
+    report = RecordedProgress()
     tasks = TaskSource.open(ARITHMETIC)
     run_group = FakeRollouts(tasks, right=right)
     await run_loop(tmp_path, run_group=run_group, report=report, steps=4, evaluate_every=0)
@@ -278,7 +278,7 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
     tmp_path: Path, max_staleness: int, num_begun: int, paused: bool
 ) -> None:
     tasks = TaskSource.open(ARITHMETIC)
-    run_group, report = GatedRollouts(tasks), RecordedReport()
+    run_group, report = GatedRollouts(tasks), RecordedProgress()
     for number in range(1, num_begun + 1):
         run_group.may_end[number].set()
 

@@ -27,7 +27,6 @@ from tests.agentloop.training.loop_support import (
     KilledRollouts,
     LostLearner,
     MarkedLearner,
-    RecordedReport,
     RecordingLearner,
     published_versions,
     query_journal,
@@ -35,6 +34,7 @@ from tests.agentloop.training.loop_support import (
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import eventually
 
@@ -116,7 +116,7 @@ async def test_lost_learner_is_restarted_and_the_training_is_the_same(
         "evaluate_every": 0,
     }
     uninterrupted, *_ = await run_loop(tmp_path / "whole", **settings)
-    report = RecordedReport()
+    report = RecordedProgress()
     number = {"step": 4, "publish": 5}.get(op, 1)
     lost = LostLearner(op, number)
     _, _, run = await run_loop(
@@ -188,7 +188,7 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
     tmp_path: Path, max_staleness: int
 ) -> None:
     """Groups that finish while steps are repeated belong to the next step."""
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
+    tasks, report = TaskSource.open(ARITHMETIC), RecordedProgress()
     run_group = GatedRollouts(tasks)
     for number in range(1, 7):
         run_group.may_end[number].set()

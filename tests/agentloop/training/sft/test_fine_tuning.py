@@ -27,7 +27,6 @@ from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.run.status import RunStatus
 from agentloop.training.sft.fine_tuning import (
     Dialogue,
     DialoguesSettings,
@@ -43,6 +42,7 @@ from agentloop.training.sft.fine_tuning import (
 )
 from agentloop.trajectory import ToolCallStatus, Trajectory
 from tests.agentloop.training.fake_learner import FakeLearner
+from tests.fakes import RecordedProgress
 from tests.support import (
     END,
     ScriptedEngine,
@@ -450,34 +450,20 @@ class PlayedLearner(FakeLearner):
         self.weights, self._newest = [], None
 
 
-class Said:
-    """Records reports."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        self.last = status
-
-
 SAMPLES = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]
 SETTINGS = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0, checkpoint_every=2)
 
 
 async def tune(
-    folder: RunFolder, learner: PlayedLearner, said: Said | None = None, **changed: Any
+    folder: RunFolder, learner: PlayedLearner, said: RecordedProgress | None = None, **changed: Any
 ) -> Path:
     samples = changed.pop("samples", SAMPLES)
     emit = changed.pop("emit", ignore)
     settings = SETTINGS.model_copy(update=changed)
     plan = FineTuningPlan(settings, samples, folder)
-    return await fine_tune(plan, learner, report=said or Said(), max_restarts=1, emit=emit)
+    return await fine_tune(
+        plan, learner, report=said or RecordedProgress(), max_restarts=1, emit=emit
+    )
 
 
 def losses(folder: RunFolder) -> list[tuple[int, float]]:
@@ -485,7 +471,7 @@ def losses(folder: RunFolder) -> list[tuple[int, float]]:
 
 
 async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
-    learner, stated = PlayedLearner(), Said()
+    learner, stated = PlayedLearner(), RecordedProgress()
     folder = RunFolder(tmp_path / "run", "")
     heard: list[Event] = []
     model = await tune(folder, learner, stated, emit=heard.append)
@@ -507,13 +493,17 @@ async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
     assert [(m["step"], m["epoch"]) for m in metrics] == [(n, 1 + n // 4) for n in range(1, 7)]
     assert list((folder.path / "batches").iterdir()) == []
     assert stated.lines[-1] == f"step 6/6, epoch 2: loss {losses(folder)[-1][1]:.4f}"
-    assert (stated.last.step, stated.last.num_steps, stated.last.left_s) == (6, 6, 0)
+    assert (
+        stated.statuses[-1].step,
+        stated.statuses[-1].num_steps,
+        stated.statuses[-1].left_s,
+    ) == (6, 6, 0)
 
 
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, dies: int) -> None:
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
-    another, learner, stated = PlayedLearner(), PlayedLearner(dies), Said()
+    another, learner, stated = PlayedLearner(), PlayedLearner(dies), RecordedProgress()
     await tune(unbroken, another)
     await tune(broken, learner, stated)
     assert learner.num_restarts == 1
@@ -530,7 +520,9 @@ async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> Non
     another, learner = PlayedLearner(), PlayedLearner(dies)
     await tune(unbroken, another)
     with pytest.raises(LearnerLost):
-        await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, broken), learner, report=Said())
+        await fine_tune(
+            FineTuningPlan(SETTINGS, SAMPLES, broken), learner, report=RecordedProgress()
+        )
     await learner.restart()
     model = await tune(broken, learner)
     assert (learner.weights, losses(broken)) == (another.weights, losses(unbroken))
@@ -542,7 +534,9 @@ async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> Non
 async def test_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
     with pytest.raises(LearnerLost):
-        await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=Said())
+        await fine_tune(
+            FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=RecordedProgress()
+        )
     remaining = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
     for changed in ({"samples": remaining}, {"seed": 1}, {"batch_tokens": 6}):
         with pytest.raises(RunFolderError, match="the batches up to step 2 would differ"):
