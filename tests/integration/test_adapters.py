@@ -25,6 +25,7 @@ from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 from tests.integration.conftest import need
 from tests.patience import patient
+from tests.rollouts import reward_in
 
 pytestmark = [
     pytest.mark.real,
@@ -72,11 +73,10 @@ async def test_text_adventure_is_played(games: Path) -> None:
     host = Scripted(first_command)
     episodes = await play(game, host, size=4)
     for episode in episodes:
-        assert episode.reward is not None
-        assert episode.reward.parts.keys() == {"score", "won", "moves"}
-        assert episode.reward.value == episode.reward.parts["score"]
+        assert reward_in(episode).parts.keys() == {"score", "won", "moves"}
+        assert reward_in(episode).value == reward_in(episode).parts["score"]
         assert len(episode.trajectories) == 1
-        assert len(episode.trajectories[0].turns) == episode.reward.parts["moves"]
+        assert len(episode.trajectories[0].turns) == reward_in(episode).parts["moves"]
     (_, (system, first), _) = host.asked[0]
     assert "one command" in system["content"]
     assert not re.search(r"[|>$]", first["content"])
@@ -88,9 +88,8 @@ async def test_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
     walkthrough = library.Game.load(file.replace(".z8", ".json")).metadata["walkthrough"]
     host = Scripted(lambda seen: walkthrough[(len(seen) - 2) // 2])
     (episode,) = await play(textworld.game.with_arguments({"file": file}), host)
-    assert episode.reward is not None
-    assert episode.reward.parts == {"score": 1.0, "won": 1.0, "moves": len(walkthrough)}
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).parts == {"score": 1.0, "won": 1.0, "moves": len(walkthrough)}
+    assert reward_in(episode).value == 1.0
 
 
 INSPECT = '''
@@ -188,8 +187,7 @@ async def test_inspect_task_is_solved_and_scored(
     sample = inspect_ai.sample.with_arguments(arguments)
     host = Scripted(script)
     for episode in await play(sample, host, size=3):
-        assert episode.reward is not None
-        assert episode.reward.value == value, episode.reward
+        assert reward_in(episode).value == value, episode.reward
     assert [single["content"] for single in host.asked[0][1]] == [
         "Add.",
         host.asked[0][1][1]["content"],
@@ -207,15 +205,14 @@ async def test_inspect_task_runs_its_tools(tasks: Path) -> None:
 
     host = Scripted(script)
     (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), host)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert [names for _, _, names in host.asked] == [["add"], ["add"]]
     assert len(episode.trajectories) == 2
 
     endless = Scripted(lambda seen: ("add", {"a": 1, "b": 1}))
     (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), endless)
     assert episode.reward is not None
-    assert episode.reward.value == 0.0  # at its limit of messages it is scored
+    assert reward_in(episode).value == 0.0  # at its limit of messages it is scored
     assert len(endless.asked) == 2
 
 
@@ -225,8 +222,7 @@ async def test_grader_of_inspect_is_another_agent(tasks: Path) -> None:
 
     graded = inspect_ai.sample.with_arguments({"name": f"{tasks}@graded"})
     (episode,) = await play(graded, Scripted(script))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert len(episode.trajectories) == 1
     assert episode.others["grader"].is_trained is False
     assert len(episode.others["grader"].trajectories) == 1
@@ -235,9 +231,8 @@ async def test_grader_of_inspect_is_another_agent(tasks: Path) -> None:
 async def test_rollouts_of_inspect_do_not_share_a_store(tasks: Path) -> None:
     stored = inspect_ai.sample.with_arguments({"name": f"{tasks}@stored"})
     for episode in await play(stored, Scripted(right), size=3):
-        assert episode.reward is not None
-        assert episode.reward.parts == {"right": 1.0, "first": 1.0}
-        assert episode.reward.value == 1.0
+        assert reward_in(episode).parts == {"right": 1.0, "first": 1.0}
+        assert reward_in(episode).value == 1.0
 
 
 def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
@@ -254,8 +249,7 @@ async def test_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
 
     sums = inspect_ai.sample.with_arguments({"name": f"{tasks}@sums"})
     (episode,) = await play(sums, Scripted(gone))
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
+    assert reward_in(episode).reason == "infrastructure: gone"
 
 
 OPENENV = """
@@ -378,8 +372,7 @@ async def test_episode_of_openenv_is_played(openenv_url: str) -> None:
     stated = ("I do not know.", '{"number": "x"}', '{"number": 1}', 'Now {"number": 2}.')
     host = Scripted(lambda seen: stated[len(seen) // 2 - 1])
     for episode in await play(openenv.episode.with_arguments(arguments), host, size=6):
-        assert episode.reward is not None
-        assert episode.reward.parts == {"reward": 1.0, "steps": 4.0}
+        assert reward_in(episode).parts == {"reward": 1.0, "steps": 4.0}
     (_, (system, first), _) = host.asked[0]
     assert '"number"' in system["content"]
     assert "Guess!" in first["content"]
@@ -391,8 +384,7 @@ async def test_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
     with serving_openenv(tmp_path / "server.py", OPENENV_TOOLS) as url:
         arguments = {"url": url, "reset": {"number": 2}, "max_sessions": 4}
         for episode in await play(openenv.episode.with_arguments(arguments), host, size=3):
-            assert episode.reward is not None
-            assert episode.reward.parts == {"reward": 1.0, "steps": 3.0}
+            assert reward_in(episode).parts == {"reward": 1.0, "steps": 3.0}
     assert host.asked[0][2] == ["guess"]
     answers = [message["content"] for message in host.seen if message["role"] == "tool"]
     assert answers[0].startswith("error: [error] 1 validation error")

@@ -25,7 +25,7 @@ from tests.agentloop.serving.test_app import CHAT, says
 from tests.fakes import NoModel
 from tests.integration.conftest import need
 from tests.patience import patient
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 from tests.support import ScriptedEngine, Step, call_text
 
 pytestmark = [
@@ -119,8 +119,7 @@ async def played(*turns: Sequence[Step]) -> RolloutRecord:
 
 async def test_task_set_is_played_with_its_tools_and_scored() -> None:
     record = await played(says(call_text("add", {"a": 1, "b": 1000})), says("3 4 5"))
-    assert record.reward is not None
-    assert (record.reward.value, record.reward.parts) == (2.0, {"right": 2.0})
+    assert (reward_in(record).value, reward_in(record).parts) == (2.0, {"right": 2.0})
     assert record.recorded["length"] == 5
     (conversation,) = record.trained  # with exact ids, once
     assert len(conversation.turns) == 2

@@ -23,7 +23,7 @@ from agentloop.errors import McpServerError, RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 from tests.support import (
     END,
     ScriptedEngine,
@@ -410,9 +410,8 @@ async def test_environment_whose_server_dies_is_not_to_blame() -> None:
     conversations = Conversations(says(call_text("end", {})))
     player = EnvironmentPlayer(plays, conversations, sampling=Sampling())
     (record,) = await records_of(player, Task("t", "", "42"), budget=Budget(timeout_s=50))
-    assert record.reward is not None
-    assert record.reward.value is None
-    assert record.reward.reason.startswith("infrastructure: ")
+    assert reward_in(record).value is None
+    assert reward_in(record).reason.startswith("infrastructure: ")
 
 
 async def test_server_that_starts_too_late_is_an_infrastructure_failure() -> None:
@@ -423,8 +422,7 @@ async def test_server_that_starts_too_late_is_an_infrastructure_failure() -> Non
 
     player = EnvironmentPlayer(plays, Conversations(), sampling=Sampling())
     (record,) = await records_of(player, Task("t", "", "42"), budget=Budget(timeout_s=50))
-    assert record.reward is not None
-    assert record.reward.reason.startswith("infrastructure: ")
+    assert reward_in(record).reason.startswith("infrastructure: ")
 
 
 # --- HTTP ---------------------------------------------------------------------------------------

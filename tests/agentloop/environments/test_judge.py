@@ -23,6 +23,7 @@ from agentloop.errors import InfrastructureFailed, LimitReached, RequestError, S
 from agentloop.trajectory import Message
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.agentloop.rollouts.test_player import run
+from tests.rollouts import reward_in
 from tests.support import eventually
 
 RUBRIC = "1: right. 0: wrong. Not {formatted}."
@@ -461,6 +462,5 @@ async def test_another_agent_may_be_the_judge() -> None:
         return await Judge(agent.chat, RUBRIC, low=-1, high=9, max_tries=1)("x")
 
     for single in await run(judged):
-        assert single.reward is not None
-        assert single.reward.value is None  # the fake model says how many messages it has seen
-        assert "the judge gave no verdict" in single.reward.reason
+        assert reward_in(single).value is None  # the fake model says how many messages it has seen
+        assert "the judge gave no verdict" in reward_in(single).reason

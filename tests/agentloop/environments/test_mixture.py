@@ -29,7 +29,7 @@ from agentloop.rollouts.player import player_of
 from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory
 from tests.fakes import NoModel
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 
 HERE = __name__
 
@@ -164,8 +164,7 @@ async def test_single_environment_is_run_as_it_is() -> None:
     environments = resolved(env=EnvSettings(name=f"{HERE}:game"))
     player = player_of(environments, Model(), sampling=Sampling(), emit=ignore, grader=Grader())
     (episode,) = await records_of(player, Task("t", "", ""))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 @pytest.mark.parametrize(("name", "num_listens"), [(f"{HERE}:game", 1), ("", 0)])

@@ -38,7 +38,7 @@ from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Message, StopReason, ToolCallStatus, Trajectory, TurnEnd
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
 from tests.agentloop.rollouts.test_player import TASK, Model, run
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 from tests.support import chat_format
 
 pytestmark = pytest.mark.timeout(60)  # the first test imports for seconds
@@ -158,8 +158,7 @@ async def test_endpoint_converses_message_by_message() -> None:
     assert answers == ["0", "1", "2", ""]
     last = [single["content"] for single in fake.requests[-1]["messages"]]
     assert last == ["Play.", "question 0", "0", "question 1", "1", "question 2"]
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_mistakes_in_calls_are_the_players_own() -> None:
@@ -176,8 +175,7 @@ async def test_mistakes_in_calls_are_the_players_own() -> None:
     reported = [single["content"] for single in fake.requests[1]["messages"][-3:]]
     assert reported == [single.content for single in trajectory.results]
     assert reported[0].startswith("[malformed tool call]")
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_calls_of_a_message_run_concurrently_in_order() -> None:
@@ -324,9 +322,8 @@ async def test_endpoint_that_fails_gives_no_reward(hides: bool) -> None:
 
     async with FakeEndpoint(deque([Answer(503)] * 2)).serving() as fake:
         for episode in await run(against):  # no RequestError: the task is not refused
-            assert episode.reward is not None
-            assert episode.reward.value is None
-            assert episode.reward.reason.startswith(f"infrastructure: {fake.url}: 503")
+            assert reward_in(episode).value is None
+            assert reward_in(episode).reason.startswith(f"infrastructure: {fake.url}: 503")
             (failed,) = episode.others["opponent"].trajectories
             assert failed.stop_reason is StopReason.INFRASTRUCTURE
             assert failed.turns[0].end is TurnEnd.ABORT
@@ -336,8 +333,7 @@ async def test_endpoint_that_is_late_is_the_infrastructures_fault() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         against, _ = played_by(endpoint(fake))
         (episode,) = await run(against, size=1, timeout_s=0.3)
-    assert episode.reward is not None
-    assert episode.reward.reason.startswith("infrastructure: it ran out of time")
+    assert reward_in(episode).reason.startswith("infrastructure: it ran out of time")
     assert fake.num_in_flight == 0
 
 
@@ -349,8 +345,7 @@ async def test_tool_that_the_infrastructure_fails_gives_no_reward() -> None:
     async with FakeEndpoint(deque([calls(("c", "ask", "{}"))])).serving() as fake:
         against, _ = played_by(endpoint(fake), tools=[ask])
         (episode,) = await run(against, size=1)
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: ask: gone"
+    assert reward_in(episode).reason == "infrastructure: ask: gone"
 
 
 async def test_script_that_raises_is_the_environments_fault() -> None:
@@ -377,8 +372,7 @@ async def test_conversation_that_its_environment_stops_is_recorded() -> None:
         (episode,) = await run(race, size=1)
     (stopped,) = episode.others["opponent"].trajectories
     assert stopped.stop_reason is StopReason.ENVIRONMENT
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 # --- records --------------------------------------------------------------------------------------

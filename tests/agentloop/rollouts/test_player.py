@@ -49,7 +49,7 @@ from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.fakes import FakePool, NoModel, Unprintable
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 
 TASK = Task("t", "", "42", extra={"top": 100})
 
@@ -138,8 +138,7 @@ async def test_grading_does_not_take_the_environments_time() -> None:
         return 1.0
 
     for episode in await play_and_grade(asks, slow, timeout_s=0.1):
-        assert episode.reward is not None
-        assert episode.reward.value == 1.0
+        assert reward_in(episode).value == 1.0
 
 
 async def test_environment_may_combine_a_grade_with_other_parts() -> None:
@@ -154,8 +153,7 @@ async def test_environment_may_combine_a_grade_with_other_parts() -> None:
         return {"right": right, "brief": 0.25}
 
     for episode in await play_and_grade(brief, grade_answer):
-        assert episode.reward is not None
-        assert episode.reward.parts == {"right": 1.0, "brief": 0.25}
+        assert reward_in(episode).parts == {"right": 1.0, "brief": 0.25}
         assert episode.others["checker"].reward == 2.0
 
 
@@ -169,8 +167,7 @@ async def test_recorded_measurements_do_not_change_the_reward() -> None:
 
     for rollout in await run(measures):
         assert rollout.recorded == {"tries": 3.0, "depth": 2.0}
-        assert rollout.reward is not None
-        assert (rollout.reward.value, rollout.reward.parts) == (1.0, {})
+        assert (reward_in(rollout).value, reward_in(rollout).parts) == (1.0, {})
         figures = RolloutFigures.of(rollout)
         assert GroupFigures.from_dict(asdict(GroupFigures([figures]))).rollouts == [figures]
     group = RolloutGroup(TASK, [rollout])
@@ -417,17 +414,15 @@ async def test_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: 
         return 1.0
 
     good, lost = await run(rewards)
-    assert good.reward is not None
-    assert good.reward.value == 1.0
-    assert lost.reward is not None
-    assert lost.reward.value is None
+    assert reward_in(good).value == 1.0
+    assert reward_in(lost).value is None
     where = {
         "other agent": "reward of 1-t.1+checker",
         "turn": "turn 1 of 1-t.1: reward",
         "token": "turn 1 of 1-t.1: token_rewards",
     }
-    assert f"bad value: {where[kind]}: expected a finite number" in lost.reward.reason
-    assert lost.reward.reason.endswith(f"got {bad!r}")
+    assert f"bad value: {where[kind]}: expected a finite number" in reward_in(lost).reason
+    assert reward_in(lost).reason.endswith(f"got {bad!r}")
 
 
 def test_weight_of_a_missing_reward_part_is_refused() -> None:
@@ -462,10 +457,8 @@ async def test_rollout_that_its_environment_failed_has_no_reward() -> None:
         return 1.0 if trajectory.id.endswith(".0") else float("nan")
 
     good, bad = await run(sometimes)
-    assert good.reward is not None
-    assert bad.reward is not None
-    assert (good.reward.value, bad.reward.value) == (1.0, None)
-    assert bad.reward.reason.startswith("the environment gave a bad value: the reward: ")
+    assert (reward_in(good).value, reward_in(bad).value) == (1.0, None)
+    assert reward_in(bad).reason.startswith("the environment gave a bad value: the reward: ")
 
 
 @pytest.mark.parametrize("kind", ["own", "infrastructure", "value"])
@@ -487,9 +480,7 @@ async def test_error_without_text_costs_only_its_own_rollout_the_reward(kind: st
         raise Lost if kind == "infrastructure" else Unprintable
 
     good, bad = await run(sometimes)
-    assert good.reward is not None
-    assert bad.reward is not None
-    assert (good.reward.value, bad.reward.value) == (1.0, None)
+    assert (reward_in(good).value, reward_in(bad).value) == (1.0, None)
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -510,9 +501,8 @@ async def test_failure_of_the_infrastructure_is_no_reward_whatever_is_returned(
     if raises:
         model.error = ServerUnavailable("gone")
     for episode in await run(hiding, model):
-        assert episode.reward is not None
-        assert episode.reward.value is None
-        assert episode.reward.reason.startswith("infrastructure: ")
+        assert reward_in(episode).value is None
+        assert reward_in(episode).reason.startswith("infrastructure: ")
 
 
 async def test_environment_that_hangs_ends_at_its_deadline() -> None:
@@ -530,10 +520,8 @@ async def test_environment_that_hangs_ends_at_its_deadline() -> None:
 
     good, bad = await run(hangs, timeout_s=0.2)
     assert ended == ["1-t.1"]
-    assert good.reward is not None
-    assert good.reward.value == 1.0
-    assert bad.reward is not None
-    assert bad.reward.reason == "the environment ran out of time (0.2 s)"
+    assert reward_in(good).value == 1.0
+    assert reward_in(bad).reason == "the environment ran out of time (0.2 s)"
 
 
 async def test_environment_that_waits_for_a_thread_is_left_behind(
@@ -554,8 +542,7 @@ async def test_environment_that_waits_for_a_thread_is_left_behind(
         done, late = await run(waits, timeout_s=0.2)
     finally:
         release.set()
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
     assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
     assert late.no_reward is NoReward.ENVIRONMENT
 
@@ -571,8 +558,7 @@ async def test_late_reward_does_not_count() -> None:
 
     late, done = await run(is_late, timeout_s=0.1)
     assert late.reward == Reward(None, None, "the environment ran out of time (0.1 s)")
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
 
 
 async def test_conversations_that_the_environment_left_running_are_stopped() -> None:
@@ -621,12 +607,10 @@ async def test_cancelled_error_and_system_exit_fail_a_single_rollout(ends: str) 
         return 1.0
 
     failed, done = await run(slips)
-    assert failed.reward is not None
     name = "SystemExit: 3" if ends == "exits" else "CancelledError"
-    assert failed.reward.value is None
-    assert failed.reward.reason.startswith(f"the environment raised {name} (test_player.py:")
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(failed).value is None
+    assert reward_in(failed).reason.startswith(f"the environment raised {name} (test_player.py:")
+    assert reward_in(done).value == 1.0
 
 
 async def test_error_that_the_agent_causes_has_the_declared_reward() -> None:
@@ -642,13 +626,11 @@ async def test_error_that_the_agent_causes_has_the_declared_reward() -> None:
         return 1.0 if agent.id.endswith("1") else float({**task.extra}["missing"])
 
     parsed, done, broken = await run(parses, size=3)
-    assert parsed.reward is not None
-    assert parsed.reward.value == -1.0
-    assert parsed.reward.reason.startswith("the agent caused ValueError: 1 is no number (test_")
+    assert reward_in(parsed).value == -1.0
+    assert reward_in(parsed).reason.startswith("the agent caused ValueError: 1 is no number (test_")
     # What it has written is trained on.
     assert [trajectory.stop_reason for trajectory in parsed.trained] == [StopReason.ANSWERED]
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
     assert broken.no_reward is NoReward.ENVIRONMENT
 
 
@@ -683,12 +665,10 @@ async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool
 
     bad, good = await run(scores)
     assert bad.no_reward is NoReward.ENVIRONMENT
-    assert bad.reward is not None
-    assert bad.reward.reason.startswith("the environment gave a bad value: ")
+    assert reward_in(bad).reason.startswith("the environment gave a bad value: ")
     assert [(turn.reward, turn.token_rewards) for turn in bad.trajectories[0]] == [(None, [])]
     assert bad.others["critic"].reward is None
-    assert good.reward is not None
-    assert good.reward.value == (-1.0 if raises else 1.0)
+    assert reward_in(good).value == (-1.0 if raises else 1.0)
     (turn,) = good.trajectories[0]
     assert (turn.reward, turn.token_rewards, type(turn.reward)) == (2.0, [1.0], float)
     assert good.others["critic"].reward == 0.5
@@ -733,8 +713,7 @@ async def test_agent_error_keeps_earlier_stops() -> None:
         raise ValueError("not a move")
 
     (record,) = await run(plays, size=1)
-    assert record.reward is not None
-    assert record.reward.value == -1.0
+    assert reward_in(record).value == -1.0
     assert [trajectory.stop_reason for trajectory in record.trajectories] == [
         StopReason.ENVIRONMENT,
         StopReason.ENVIRONMENT,
@@ -770,8 +749,7 @@ async def test_conversations_cut_off_by_agent_error_count(talks: str) -> None:
         return 1.0
 
     (record,) = await run(plays, size=1)
-    assert record.reward is not None
-    assert record.reward.value == -1.0
+    assert reward_in(record).value == -1.0
     assert {trajectory.stop_reason for trajectory in record.all_trajectories} == {
         StopReason.ANSWERED
     }
@@ -820,8 +798,7 @@ async def test_answer_is_what_model_said_last(gives: str, said: str, answer: str
         raise ValueError("wrong")
 
     (record,) = await run(asks, size=1)
-    assert record.reward is not None
-    assert (record.reward.value, record.reward.answer) == (0.0, answer)
+    assert (reward_in(record).value, reward_in(record).answer) == (0.0, answer)
 
 
 async def test_number_of_reward_function_keeps_model_answer() -> None:
@@ -830,8 +807,7 @@ async def test_number_of_reward_function_keeps_model_answer() -> None:
         return await agent.run("?", system="Answer.")
 
     (record, _) = await play_and_grade(asks, lambda trajectory, task: 0.5)
-    assert record.reward is not None
-    assert (record.reward.value, record.reward.answer) == (0.5, "2")
+    assert (reward_in(record).value, reward_in(record).answer) == (0.5, "2")
 
 
 async def test_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
@@ -844,8 +820,7 @@ async def test_environment_that_leaves_no_time_for_its_agent_has_failed() -> Non
         return 1.0
 
     late, _ = await run(dawdles, timeout_s=0.1)
-    assert late.reward is not None
-    assert "left no time" in late.reward.reason
+    assert "left no time" in reward_in(late).reason
     assert late.no_reward is NoReward.ENVIRONMENT
 
 
@@ -874,8 +849,7 @@ async def test_environment_that_ignores_its_cancellation_is_left_behind(
 
     done, late = await run(ignores, timeout_s=0.2)
     may_end.set()
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
     assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
 
 
@@ -953,8 +927,7 @@ async def test_only_exceptions_of_the_function_are_errors_of_the_agent() -> None
 
     bad, parsed, unknown, _ = await run(plays, size=4)
     assert (bad.no_reward, unknown.no_reward) == (NoReward.ENVIRONMENT, NoReward.ENVIRONMENT)
-    assert parsed.reward is not None
-    assert (parsed.reward.value, type(parsed.reward.value)) == (0.5, float)
+    assert (reward_in(parsed).value, type(reward_in(parsed).value)) == (0.5, float)
 
 
 async def test_environment_that_cancels_itself_has_failed() -> None:
@@ -970,8 +943,7 @@ async def test_environment_that_cancels_itself_has_failed() -> None:
 
     failed, done = await run(cancels)
     assert failed.no_reward is NoReward.ENVIRONMENT
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
 
 
 def test_task_and_agent_types_may_exist_for_type_checkers_only() -> None:
@@ -990,8 +962,7 @@ async def test_stragglers_are_stopped_when_enough_have_ended() -> None:
         return 1.0
 
     first, *stopped = await run(waits, size=3, enough=1)
-    assert first.reward is not None
-    assert first.reward.value == 1.0
+    assert reward_in(first).value == 1.0
     assert [rollout.reward and rollout.reward.reason for rollout in stopped] == [
         "stopped: enough rollouts of its group had ended"
     ] * 2
@@ -1240,9 +1211,8 @@ async def test_slow_server_is_not_the_environments_fault() -> None:
     late = Model(StopReason.TIME_BUDGET)
     episodes = await run(twice, late)  # no RequestError: the task is not refused
     for episode in episodes:
-        assert episode.reward is not None
-        assert episode.reward.value is None
-        assert episode.reward.reason.startswith("infrastructure: it ran out of time")
+        assert reward_in(episode).value is None
+        assert reward_in(episode).reason.startswith("infrastructure: it ran out of time")
 
 
 async def test_conversation_goes_on_with_what_the_environment_replies() -> None:
@@ -1265,8 +1235,7 @@ async def test_conversation_goes_on_with_what_the_environment_replies() -> None:
         heard.clear()
         (episode,) = await run(game, size=1)
         assert heard == ["1", "2", "3"]
-        assert episode.reward is not None
-        assert episode.reward.value == 3.0
+        assert reward_in(episode).value == 3.0
 
 
 async def test_environment_may_converse_message_by_message() -> None:
@@ -1297,8 +1266,7 @@ async def test_environment_may_converse_message_by_message() -> None:
         return float(first)
 
     (episode,) = await run(once, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_failed_conversation_is_attributed_correctly() -> None:
@@ -1315,8 +1283,7 @@ async def test_failed_conversation_is_attributed_correctly() -> None:
     broken = Model()
     broken.error = ServerUnavailable("gone")
     (episode,) = await run(asks_too_much, broken, size=1)
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
+    assert reward_in(episode).reason == "infrastructure: gone"
 
 
 async def test_question_that_is_given_up_ends_the_conversation() -> None:
@@ -1330,8 +1297,7 @@ async def test_question_that_is_given_up_ends_the_conversation() -> None:
         return 1.0
 
     (episode,) = await run(impatient, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_stopped_conversations_are_recorded_and_not_trained_on() -> None:
@@ -1377,8 +1343,7 @@ async def test_failure_is_recorded_with_its_reason() -> None:
     error = bad.trajectories[0].error or ""
     assert re.fullmatch(r"the environment raised KeyError: 'board' \(test_player.py:\d+\)", error)
     assert cut.trajectories[0].stop_reason is StopReason.ANSWERED
-    assert cut.reward is not None
-    assert cut.reward.value is None
+    assert reward_in(cut).value is None
 
 
 @pytest.mark.parametrize(
@@ -1439,8 +1404,7 @@ async def test_only_other_agents_have_a_reward_that_can_be_set() -> None:
         return 0.5
 
     (episode,) = await run(sets, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 0.5
+    assert reward_in(episode).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -1463,8 +1427,7 @@ async def test_invalid_argument_of_a_conversation_is_named(options: Any, problem
         return 1.0
 
     (episode,) = await run(asks, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert [trajectory.id for trajectory in episode.trajectories] == ["1-t.0"]
 
 
@@ -1479,8 +1442,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
         return float(not judge.is_trained)
 
     (episode,) = await run(changes, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_failure_below_another_agent_is_one_of_the_rollout() -> None:
@@ -1491,8 +1453,7 @@ async def test_failure_below_another_agent_is_one_of_the_rollout() -> None:
         return 1.0
 
     (episode,) = await run(hides, Model(StopReason.INFRASTRUCTURE), size=1)
-    assert episode.reward is not None
-    assert episode.reward.value is None
+    assert reward_in(episode).value is None
 
 
 async def test_slow_replies_are_the_environments_own_fault() -> None:
@@ -1529,8 +1490,7 @@ async def test_failing_program_is_a_result_but_failing_sandbox_is_not(
     model = Model()
     model.pool = FakePool(lambda code, *_: CallResult(1, CallStatus(code)))
     (episode,) = await run(runs_program, model, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == reward
+    assert reward_in(episode).value == reward
 
 
 async def test_session_that_cannot_be_opened_is_no_reward() -> None:
@@ -1543,8 +1503,7 @@ async def test_session_that_cannot_be_opened_is_no_reward() -> None:
     model = Model()
     model.pool = FakePool(no_session=SandboxUnavailable("no worker"))
     (episode,) = await run(runs_program, model, size=1)
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: sandbox: no worker"
+    assert reward_in(episode).reason == "infrastructure: sandbox: no worker"
 
 
 @pytest.mark.parametrize("by", [LostBy.PROGRAM, LostBy.INFRASTRUCTURE])
@@ -1561,15 +1520,14 @@ async def test_session_that_its_program_has_ended_is_a_result(by: LostBy) -> Non
     model = Model()
     model.pool = FakePool(SessionLost("the session has ended: exit status 3", by))
     (episode,) = await run(runs_program, model, size=1)
-    assert episode.reward is not None
     if by is LostBy.PROGRAM:
         assert ended[0].status is CallStatus.KILLED
         assert ended[0].error is not None
         assert ended[0].error.message == "the session has ended: exit status 3"
-        assert episode.reward.value == 0.5
+        assert reward_in(episode).value == 0.5
     else:
         assert not ended
-        assert episode.reward.value is None
+        assert reward_in(episode).value is None
 
 
 def test_task_function_may_take_arguments_of_the_environment() -> None:

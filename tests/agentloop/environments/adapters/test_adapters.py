@@ -30,6 +30,7 @@ from tests import support
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 from tests.fakes import scoring_pool
 from tests.patience import patient
+from tests.rollouts import reward_in
 from tests.support import eventually
 
 
@@ -131,8 +132,7 @@ async def test_puzzle_gives_its_score(
     (episode,) = await play(
         puzzle, Scripted(lambda observed: answer, scoring_pool({"score": score}))
     )
-    assert episode.reward is not None
-    assert episode.reward.value == value
+    assert reward_in(episode).value == value
     assert gym[0]["level"] == 3
 
 
@@ -233,9 +233,8 @@ async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:
         host = numbers("I say five.", 'So: {"number": 5}', '{"number": 3}')
         (episode,) = await play(environment, host)
         seed = task_of(environment).seed
-    assert episode.reward is not None
-    assert episode.reward.parts == {"reward": 1.0, "steps": 3}
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).parts == {"reward": 1.0, "steps": 3}
+    assert reward_in(episode).value == 1.0
     (_, (system, first), _) = host.asked[0]
     assert '"number"' in system["content"]
     assert first["content"] == f"seed {seed} 2"
@@ -250,8 +249,7 @@ async def test_servers_checks_count_and_not_a_forged_reward(forged: float) -> No
     async with serving(lock) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
         (episode,) = await play(environment, numbers('{"number": 3}'))
-    assert episode.reward is not None
-    assert episode.reward.value == 0.25
+    assert reward_in(episode).value == 0.25
 
 
 async def test_missing_rewards_are_not_zero() -> None:
@@ -304,9 +302,8 @@ async def test_server_of_openenv_that_is_gone_is_the_infrastructures_failure(mcp
         (lost,) = await play(environment, host)
     (refused,) = await play(environment, host)
     for episode, reason in ((lost, "closed the connection at step"), (refused, "Cannot connect")):
-        assert episode.reward is not None
-        assert episode.reward.reason.startswith("infrastructure: openenv: ")
-        assert reason in episode.reward.reason
+        assert reward_in(episode).reason.startswith("infrastructure: openenv: ")
+        assert reason in reward_in(episode).reason
 
 
 class Tooled(Lock):
@@ -361,8 +358,7 @@ async def test_mcp_tools_of_openenv_are_called_with_arguments() -> None:
         environment = openenv.episode.with_arguments(arguments)
         (episode,) = await play(environment, host)
         seed = task_of(environment).seed
-    assert episode.reward is not None
-    assert episode.reward.parts == {"reward": 2.0, "steps": 4}
+    assert reward_in(episode).parts == {"reward": 2.0, "steps": 4}
     assert server.called == stated[:4]
     ((_, requests, tools),) = host.asked
     assert tools == ["turn", "look"]
@@ -382,8 +378,7 @@ async def test_episode_by_tools_ends_after_its_most_steps() -> None:
     async with serving(server) as url:
         arguments = {"url": url, "reset": {"size": 2}, "max_steps": 2}
         (episode,) = await play(openenv.episode.with_arguments(arguments), host)
-    assert episode.reward is not None
-    assert episode.reward.parts == {"reward": 1.0, "steps": 2}
+    assert reward_in(episode).parts == {"reward": 1.0, "steps": 2}
     assert len(server.called) == 2
 
 
@@ -422,5 +417,4 @@ async def test_failure_below_the_agent_is_not_the_librarys() -> None:
     async with serving(Lock()) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
         (episode,) = await play(environment, Scripted(gone))
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
+    assert reward_in(episode).reason == "infrastructure: gone"
