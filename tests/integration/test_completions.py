@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
-from agentloop import Runtime, Sampling, Settings
-from agentloop.sandbox import PoolSettings
-from agentloop.serving.access import ServeSettings
-from agentloop.serving.app import AgentService, listening
-from agentloop.serving.listen import bind
+from agentloop import Runtime
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 PROMPT = "<|im_start|>user\nWhat is 37 times 48?<|im_end|>\n<|im_start|>assistant\n<reason>"
-
-
-@pytest.fixture(scope="module")
-async def runtime(sglang_url: str) -> AsyncIterator[Runtime]:
-    settings = Settings(
-        servers=[sglang_url],
-        sandbox=PoolSettings(backend="process"),
-        sampling=Sampling(temperature=0),
-        serve=ServeSettings(port=0),
-    )
-    async with Runtime(settings) as runtime:
-        yield runtime
-
-
-@pytest.fixture(scope="module")
-async def client(runtime: Runtime) -> AsyncIterator[openai.AsyncOpenAI]:
-    settings = runtime.settings
-    with bind(settings.serve) as bound:
-        async with (
-            listening(AgentService(runtime, settings), bound) as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
-        ):
-            yield client
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: Any = PROMPT, **options: Any) -> Any:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pydantic
 import pytest
 
-from agentloop import Runtime, Sampling, Settings
 from agentloop.agent.constraints import OutputRules, constraint_of
 from agentloop.agent.formats import FAMILIES, HERMES, Family
-from agentloop.sandbox import PoolSettings
-from agentloop.serving.access import ServeSettings
-from agentloop.serving.app import AgentService, listening
-from agentloop.serving.listen import bind
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -37,32 +31,6 @@ CITY: Any = {
         },
     },
 }
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-
-
-@pytest.fixture(scope="module")
-async def client(sglang_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    settings = Settings(
-        servers=[sglang_url],
-        sandbox=PoolSettings(backend="process"),
-        sampling=Sampling(temperature=0),
-        serve=ServeSettings(port=0),
-    )
-    async with Runtime(settings) as runtime:
-        with bind(settings.serve) as bound:
-            async with (
-                listening(AgentService(runtime, settings), bound) as url,
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
-            ):
-                yield client
 
 
 class Person(pydantic.BaseModel):
@@ -102,16 +70,6 @@ async def test_agents_own_tool_is_forced_and_then_it_answers(client: openai.Asyn
         "python_code_with_standard_io"
     ]
     assert "1776" in answer.message.content
-
-
-async def test_answer_has_the_schema(client: openai.AsyncOpenAI) -> None:
-    schema = {"name": "person", "schema": PERSON, "strict": True}
-    answer = await ask(
-        client, response_format={"type": "json_schema", "json_schema": schema}, tool_choice="none"
-    )
-    person = json.loads(answer.message.content)
-    assert person.keys() == {"name", "age"}
-    assert 0 <= person["age"] <= 99
 
 
 async def test_answer_has_the_schema_of_a_class(client: openai.AsyncOpenAI) -> None:

@@ -193,17 +193,12 @@ async def test_model_reads_a_tools_exception() -> None:
         """Raise too."""
         raise TimeoutError
 
-    def exiting() -> None:
-        """Leave."""
-        raise SystemExit(3)
-
     output = await call(bad)
     assert (output.status, output.content) == (
         ToolCallStatus.ERROR,
         "[error] ValueError: no such thing",
     )
     assert (await call(worse)).status is ToolCallStatus.ERROR
-    assert (await call(exiting)).status is ToolCallStatus.ERROR
 
 
 async def test_tool_that_hangs_is_stopped() -> None:

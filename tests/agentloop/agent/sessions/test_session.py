@@ -229,22 +229,18 @@ def chat_format_that(content: str) -> ChatFormat:
     return ChatFormat(tokenizer(), template(source), end_token=END)
 
 
-@pytest.mark.parametrize("reasoning", [None, "thought", " thought\n"])
-async def test_reasoning_may_be_left_out_or_sent_back(reasoning: str | None) -> None:
+@pytest.mark.parametrize(
+    ("reasoning", "is_edit"),
+    [(None, False), ("thought", False), (" thought\n", False), ("another", True)],
+)
+async def test_only_changed_reasoning_is_an_edit(reasoning: str | None, is_edit: bool) -> None:
     client = Client(reply("<think>thought</think>one"), reply("two"))
     first = await client.ask(user("a"))
     assert first.pop("reasoning_content") == "thought"
     if reasoning is not None:
         first["reasoning_content"] = reasoning
     await client.ask(user("a"), first, user("b"))
-    assert len(client.branches) == 1
-
-
-async def test_changed_reasoning_is_an_edit() -> None:
-    client = Client(reply("<think>thought</think>one"), reply("two"))
-    first = await client.ask(user("a"))
-    await client.ask(user("a"), {**first, "reasoning_content": "another"}, user("b"))
-    assert len(client.branches) == 2
+    assert len(client.branches) == 1 + is_edit
 
 
 async def test_other_tools_begin_a_branch() -> None:
