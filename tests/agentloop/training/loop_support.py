@@ -56,6 +56,8 @@ from tests.fakes import RecordedProgress
 from tests.rollouts import GroupPlayer
 from tests.support import FakeSGLang
 
+ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
+
 
 class RecordingLearner(FakeLearner):
     """A fake learner that records its requests and the contents of the batches."""
@@ -102,12 +104,13 @@ def trajectory(key: str, text: str, *, failed: bool, broken: bool = False) -> Tr
 class FakeRollouts:
     """Fake rollouts: half of a group is right, except in evaluations, and one is broken."""
 
-    def __init__(self, tasks: TaskSource, *, right: float = 0.5) -> None:
+    def __init__(self, tasks: TaskSource | None = None, *, right: float = 0.5) -> None:
+        self.tasks = tasks or TaskSource.open(ARITHMETIC)
         self.sizes: list[int] = []
         self.names: list[str] = []
         self.prompts: list[str] = []
         self.budgets: list[Budget] = []
-        self._answers = {task.prompt: task.answer for task in tasks.held_out()}
+        self._answers = {task.prompt: task.answer for task in self.tasks.held_out()}
         self._right = right
 
     async def __call__(
@@ -132,9 +135,6 @@ class FakeRollouts:
         remaining, op, right = words[2:5]
         value = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}[op]
         return str(value(int(remaining), int(right)))
-
-
-ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
 
 
 async def run_loop(
@@ -165,8 +165,8 @@ async def run_loop(
 
     With `lends`, servers lend their memory to the learner.
     """
-    tasks = tasks or TaskSource.open(ARITHMETIC)
     run_group = run_group or FakeRollouts(tasks, right=right)
+    tasks = tasks or getattr(run_group, "tasks", None) or TaskSource.open(ARITHMETIC)
     learner = learner or RecordingLearner()
     run = RunFolder(folder / "run", "" if restored is None else None)
     fake = fake or FakeSGLang([5])
@@ -259,9 +259,14 @@ async def run_until_failure(folder: Path, **settings: Any) -> None:
 class GatedRollouts(FakeRollouts):
     """Ends each group on demand."""
 
-    def __init__(self, tasks: TaskSource) -> None:
+    def __init__(self, tasks: TaskSource | None = None) -> None:
         super().__init__(tasks)
         self.may_end: dict[int, anyio.Event] = defaultdict(anyio.Event)
+
+    def let_end(self, first: int = 1, last: int = 99) -> None:
+        """Let these groups end, those too that have not begun."""
+        for number in range(first, last + 1):
+            self.may_end[number].set()
 
     async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
         group = await super().__call__(prompt, **options)

@@ -9,14 +9,13 @@ import anyio.lowlevel
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.loop.held_out import roll_out_all
 from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.run.context import RunContext
 from tests.agentloop.training.loop_support import (
-    ARITHMETIC,
     KilledRollouts,
     read_lines,
     run_loop,
@@ -39,11 +38,10 @@ async def test_run_without_steps_only_evaluates(tmp_path: Path) -> None:
 async def test_evaluation_is_recorded_once_after_a_kill(
     tmp_path: Path, last: str, again: list[int]
 ) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = KilledRollouts(tasks)
+    run_group = KilledRollouts()
     run_group.killed_at = last
     settings: dict[str, Any] = {"steps": 2, "evaluate_every": 2}
-    await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    await run_until_failure(tmp_path, run_group=run_group, **settings)
     learner, resumed, run = await run_loop(tmp_path, restored={"step": 0, "version": 0}, **settings)
     rows = read_lines(run.path / "metrics.jsonl")
     assert [row["step"] for row in rows if "held_out/reward" in row] == [0, 2]

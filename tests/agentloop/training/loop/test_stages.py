@@ -69,10 +69,7 @@ async def test_extreme_arguments_of_tool_calls_do_not_end_a_run(tmp_path: Path) 
                 rollout.turns[0].calls = [ToolCall("c", name, arguments, raw, 0, 1, error)]
             return group
 
-    tasks = TaskSource.open(ARITHMETIC)
-    learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=Odd(tasks), steps=1, evaluate_every=0
-    )
+    learner, _, run = await run_loop(tmp_path, run_group=Odd(), steps=1, evaluate_every=0)
     assert len(learner.batches[0]["lengths"]) == 12
     first, second, *_ = recorded_rows(run, [1])
     assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": [int(numbers[0])]}
@@ -121,11 +118,10 @@ class RefusingRollouts(FakeRollouts):
 
 
 async def test_invalid_task_is_skipped(tmp_path: Path) -> None:
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedProgress()
+    report = RecordedProgress()
     learner, _, run = await run_loop(
         tmp_path,
-        tasks=tasks,
-        run_group=RefusingRollouts(tasks),
+        run_group=RefusingRollouts(),
         report=report,
         steps=1,
         evaluate_every=0,
@@ -247,11 +243,10 @@ async def test_filtered_stage_trains_on_tasks_that_some_rollouts_fail(tmp_path: 
             self._right = 0.5 if number % 2 else 1.0
             return await super().__call__(prompt, **options)
 
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = HalfSolved(tasks)
+    run_group = HalfSolved()
     stages = {"hard": StageSettings(steps=2, filter_tasks=4)}
     _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0, group_size=6
+        tmp_path, run_group=run_group, stages=stages, evaluate_every=0, group_size=6
     )
     assert run_group.sizes == [8] * 4 + [6] * 6
     hard = {run_group.prompts[1], run_group.prompts[3]}
@@ -362,8 +357,7 @@ async def test_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> No
 
 
 async def test_rollouts_continue_while_the_learner_trains(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
+    run_group = GatedRollouts()
 
     class Slow(RecordingLearner):
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -373,14 +367,13 @@ async def test_rollouts_continue_while_the_learner_trains(tmp_path: Path) -> Non
                 for number in (1, 2, 4):
                     run_group.may_end[number].set()
             if op == "step" and len(self.batches) == 1:
-                for number in range(7, 20):
-                    run_group.may_end[number].set()
+                run_group.let_end(7, 19)
             return await super().handle(op, **arguments)
 
     for number in (3, 5, 6):
         run_group.may_end[number].set()
     _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, learner=Slow(), steps=4, max_staleness=1,
+        tmp_path, run_group=run_group, learner=Slow(), steps=4, max_staleness=1,
         evaluate_every=0,
     )  # fmt: skip
     metrics = read_lines(run.path / "metrics.jsonl")
@@ -399,9 +392,8 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards(tmp_path: Pat
             self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
             return await super().__call__(prompt, **options)
 
-    tasks = TaskSource.open(ARITHMETIC)
     learner, run_group, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=Easy(tasks), steps=1, dynamic_sampling=True,
+        tmp_path, run_group=Easy(), steps=1, dynamic_sampling=True,
         evaluate_every=0,
     )  # fmt: skip
     assert learner.batches[0]["groups"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -412,7 +404,7 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards(tmp_path: Pat
 
 
 async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> None:
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedProgress()
+    report = RecordedProgress()
 
     class Easy(FakeRollouts):
         """Solves everything until the warning is printed."""
@@ -427,7 +419,7 @@ async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> Non
 
     with anyio.fail_after(patient(50)):
         _, run_group, _ = await run_loop(
-            tmp_path, tasks=tasks, run_group=Easy(tasks), report=report, steps=1,
+            tmp_path, run_group=Easy(), report=report, steps=1,
             prompts_per_step=1, dynamic_sampling=True, evaluate_every=0,
         )  # fmt: skip
     assert len(run_group.names) >= 11
@@ -436,13 +428,10 @@ async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> Non
 
 
 async def test_finished_stage_is_not_continued_when_its_steps_are_raised(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = KilledRollouts(tasks)
+    run_group = KilledRollouts()
     run_group.killed_at = "10-"  # in the last step
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
-    await run_until_failure(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
-    )
+    await run_until_failure(tmp_path, run_group=run_group, stages=stages, evaluate_every=0)
     stages["one"] = StageSettings(steps=4)
     _, _, run = await run_loop(
         tmp_path, restored={"step": 0, "version": 0}, stages=stages, evaluate_every=0

@@ -112,8 +112,7 @@ async def test_run_that_has_learned_nothing_says_why(
     tmp_path: Path, right: float, has_learned: bool
 ) -> None:
     report = RecordedProgress()
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = FakeRollouts(tasks, right=right)
+    run_group = FakeRollouts(right=right)
     await run_loop(tmp_path, run_group=run_group, report=report, steps=4, evaluate_every=0)
     assert "\n".join(report.lines).count("have a signal: all rewards are 1") == (not has_learned)
 
@@ -129,21 +128,18 @@ async def wait_until_settled() -> None:
 async def test_paused_run_starts_no_groups_until_it_is_resumed(
     tmp_path: Path, max_staleness: int
 ) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
+    run_group = GatedRollouts()
     num_first = 3 * (max_staleness + 1)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) == num_first)  # as many as there are slots
         loop.pause()
         assert loop.view()["paused"]
-        for number in range(1, num_first + 1):  # what runs goes on, and is learned from
-            run_group.may_end[number].set()
+        run_group.let_end(1, num_first)
         await eventually(lambda: loop.step == max_staleness + 1)
         await wait_until_settled()
         assert len(run_group.names) == num_first
-        for number in range(1, 100):
-            run_group.may_end[number].set()
+        run_group.let_end()
         await wait_until_settled()
         assert (loop.step, len(run_group.names)) == (max_staleness + 1, num_first)
         loop.pause(False)
@@ -152,24 +148,22 @@ async def test_paused_run_starts_no_groups_until_it_is_resumed(
         await anyio.sleep_forever()
 
     learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=5,
+        tmp_path, run_group=run_group, meanwhile=meanwhile, steps=5,
         max_staleness=max_staleness, evaluate_every=0,
     )  # fmt: skip
     assert len(learner.batches) == 5
     assert [row["step"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def open_rollouts(tasks: TaskSource) -> GatedRollouts:
+def open_rollouts() -> GatedRollouts:
     """Let all groups end."""
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 100):
-        run_group.may_end[number].set()
+    run_group = GatedRollouts()
+    run_group.let_end()
     return run_group
 
 
 async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = open_rollouts(tasks)
+    run_group = open_rollouts()
     was_called, has_capacity = anyio.Event(), anyio.Event()
 
     async def wait_for_capacity(size: int) -> None:
@@ -188,7 +182,6 @@ async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: P
 
     learner, *_ = await run_loop(
         tmp_path,
-        tasks=tasks,
         run_group=run_group,
         wait_for_capacity=wait_for_capacity,
         meanwhile=meanwhile,
@@ -228,7 +221,6 @@ async def test_paused_run_filters_no_further_tasks(
     tmp_path: Path, num_filtered: int, drained: bool
 ) -> None:
     stages = {"hard": StageSettings(steps=1, filter_tasks=4)}
-    tasks = TaskSource.open(ARITHMETIC)
     loops: list[TrainingLoop] = []
 
     class Pausing(FakeRollouts):
@@ -237,7 +229,7 @@ async def test_paused_run_filters_no_further_tasks(
                 loops[0].pause()
             return await super().__call__(prompt, **options)
 
-    run_group = Pausing(tasks)
+    run_group = Pausing()
 
     async def meanwhile(loop: TrainingLoop) -> None:
         loops.append(loop)
@@ -253,9 +245,7 @@ async def test_paused_run_filters_no_further_tasks(
         await anyio.sleep_forever()
 
     settings: dict[str, Any] = {"stages": stages, "evaluate_every": 0}
-    learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, **settings
-    )
+    learner, _, run = await run_loop(tmp_path, run_group=run_group, meanwhile=meanwhile, **settings)
     if not drained:
         assert (len(learner.batches), run_group.sizes) == (1, [8] * 7)
         return
@@ -277,10 +267,8 @@ async def test_paused_run_filters_no_further_tasks(
 async def test_drained_run_resumes_and_trains_on_each_group_once(
     tmp_path: Path, max_staleness: int, num_begun: int, paused: bool
 ) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group, report = GatedRollouts(tasks), RecordedProgress()
-    for number in range(1, num_begun + 1):
-        run_group.may_end[number].set()
+    run_group, report = GatedRollouts(), RecordedProgress()
+    run_group.let_end(1, num_begun)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) >= num_begun)
@@ -288,13 +276,12 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
             loop.pause()
         loop.drain()
         assert loop.view()["draining"]
-        for number in range(num_begun + 1, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(num_begun + 1)
         await anyio.sleep_forever()
 
     settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "evaluate_every": 0}
     first, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, report=report, meanwhile=meanwhile, **settings
+        tmp_path, run_group=run_group, report=report, meanwhile=meanwhile, **settings
     )
     (line,) = [line for line in report.lines if line.startswith("Drained")]
     num_learned = len(first.batches)
@@ -328,8 +315,7 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
 
 
 async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = open_rollouts(tasks)
+    run_group = open_rollouts()
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
 
     async def meanwhile(loop: TrainingLoop) -> None:
@@ -338,7 +324,7 @@ async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -
         await anyio.sleep_forever()
 
     first, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, meanwhile=meanwhile,
+        tmp_path, run_group=run_group, stages=stages, meanwhile=meanwhile,
         evaluate_every=0,
     )  # fmt: skip
     assert 1 <= len(first.batches) <= 2
@@ -354,22 +340,19 @@ async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -
 
 
 async def test_save_starts_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 4):
-        run_group.may_end[number].set()
+    run_group = GatedRollouts()
+    run_group.let_end(1, 3)
     saved: list[int] = []
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) == 6)  # the second step's
         saved.append(await loop.save())
         saved.append(await loop.save())  # there is one
-        for number in range(4, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(4)
         await anyio.sleep_forever()
 
     learner, *_ = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=2, evaluate_every=0
+        tmp_path, run_group=run_group, meanwhile=meanwhile, steps=2, evaluate_every=0
     )
     assert saved == [1, 1]
     saves = [request for op, request in learner.requests if op == "save"]
@@ -414,10 +397,8 @@ async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
 ) -> None:
     """This holds even if the learner is lost at that moment and has to repeat steps."""
     uninterrupted, *_ = await run_loop(tmp_path / "whole", steps=4, evaluate_every=0)
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 7):
-        run_group.may_end[number].set()
+    run_group = GatedRollouts()
+    run_group.let_end(1, 6)
     restarting, may_go_on = anyio.Event(), anyio.Event()
 
     class SlowToStart(LostLearner):
@@ -434,13 +415,12 @@ async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
             visitors.start_soon(loop.save)
             await restarting.wait()
             visitors.cancel_scope.cancel()
-        for number in range(7, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(7)
         may_go_on.set()
         await anyio.sleep_forever()
 
     await run_loop(
-        tmp_path / "lost", tasks=tasks, run_group=run_group, learner=lost, max_restarts=2,
+        tmp_path / "lost", run_group=run_group, learner=lost, max_restarts=2,
         meanwhile=meanwhile, steps=4, evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2
@@ -452,8 +432,7 @@ async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 async def test_view_is_plain_data(tmp_path: Path, max_staleness: int) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
+    run_group = GatedRollouts()
     views: list[LoopView] = []
     loops: list[TrainingLoop] = []
 
@@ -464,12 +443,11 @@ async def test_view_is_plain_data(tmp_path: Path, max_staleness: int) -> None:
         run_group.may_end[1].set()
         await eventually(lambda: loop.view()["queue_groups"] == 1)
         views.append(loop.view())
-        for number in range(2, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(2)
         await anyio.sleep_forever()
 
     await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, steps=4, max_staleness=max_staleness,
+        tmp_path, run_group=run_group, steps=4, max_staleness=max_staleness,
         evaluate_every=0, meanwhile=meanwhile,
     )  # fmt: skip
     first, amid = views

@@ -42,11 +42,10 @@ pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_checkpoint_missed_because_of_a_kill_is_written_later(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = KilledRollouts(tasks)
+    run_group = KilledRollouts()
     run_group.killed_at = "2-held-out"  # before it
     settings: dict[str, Any] = {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2}
-    await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    await run_until_failure(tmp_path, run_group=run_group, **settings)
     for name in ("7", ".1.partial", "notes"):  # a kill may leave the first two
         (tmp_path / "run" / "weights" / name).mkdir()
     learner, _, run = await run_loop(tmp_path, restored={"step": 0, "version": 0}, **settings)
@@ -188,10 +187,9 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
     tmp_path: Path, max_staleness: int
 ) -> None:
     """Groups that finish while steps are repeated belong to the next step."""
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedProgress()
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 7):
-        run_group.may_end[number].set()
+    report = RecordedProgress()
+    run_group = GatedRollouts()
+    run_group.let_end(1, 6)
 
     class LostMeanwhile(LostLearner):
         """Lost after two steps, while the third one's rollouts run, which end while steps
@@ -207,8 +205,7 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and self.num_starts == 2 and len(self.learned) == 1:
-                for number in range(7, 20):
-                    run_group.may_end[number].set()
+                run_group.let_end(7, 19)
                 await eventually(taken_up)
             return await super().handle(op, **arguments)
 
@@ -221,7 +218,7 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
     lost = LostMeanwhile("", 0)
     _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, learner=lost, max_restarts=2, report=report,
+        tmp_path, run_group=run_group, learner=lost, max_restarts=2, report=report,
         steps=4, max_staleness=max_staleness, evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2
