@@ -25,17 +25,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "agentloop" / "environments" / "examples"
 OURS = ("agentloop", "bench", "tests", "tools")
 BOTTOM = {
-    "agentloop.errors",
-    "agentloop.aio",
-    "agentloop.child_environment",
-    "agentloop.kept_ids",
-    "agentloop.trajectory",
-    "agentloop.config",
-    "agentloop.events",
-    "agentloop.distribution",
-    "agentloop.plain_json",
-    "agentloop.inference.processes.restarts",
-}
+    "agentloop.errors", "agentloop.aio", "agentloop.child_environment", "agentloop.kept_ids",
+    "agentloop.trajectory", "agentloop.config", "agentloop.events", "agentloop.distribution",
+    "agentloop.plain_json", "agentloop.inference.processes.restarts",
+}  # fmt: skip
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 # These run inside of the servers, on their own path, and belong to no package of ours.
 OVERLAY = "agentloop.inference.cpu.overlay"
@@ -106,16 +99,10 @@ def in_package(*packages: str) -> list[str]:
 def is_composer(name: str) -> bool:
     """A command, a run and its plan, the runtime or the HTTP application: they may import all."""
     return within(name, "agentloop.cli", "agentloop.launch", "agentloop.training.plan") or name in {
-        "agentloop.__main__",
-        "agentloop.evaluation.wiring",
-        "agentloop.runtime",
-        "agentloop.serve",
-        "agentloop.serving.app",
-        "agentloop.training.run.dashboard",
-        "agentloop.training.sft.run",
-        "agentloop.training.sft.stage",
-        "agentloop.training.wiring",
-    }
+        "agentloop.__main__", "agentloop.evaluation.wiring", "agentloop.runtime", "agentloop.serve",
+        "agentloop.serving.app", "agentloop.training.run.dashboard", "agentloop.training.sft.run",
+        "agentloop.training.sft.stage", "agentloop.training.wiring",
+    }  # fmt: skip
 
 
 def ours(name: str) -> set[str]:
@@ -366,28 +353,11 @@ def test_names_at_the_root() -> None:
 
 def test_sandboxs_public_names() -> None:
     assert sandbox.__all__ == [
-        "CallError",
-        "CallResult",
-        "CallStatus",
-        "CommandResult",
-        "Computer",
-        "ComputerLimits",
-        "ComputerLost",
-        "ComputerShell",
-        "LostBy",
-        "Overloaded",
-        "Pool",
-        "PoolSettings",
-        "Program",
-        "ProgramEnd",
-        "ProgramUnsupported",
-        "ProtocolError",
-        "SandboxError",
-        "SandboxUnavailable",
-        "Session",
-        "SessionLost",
-        "Snapshot",
-    ]
+        "CallError", "CallResult", "CallStatus", "CommandResult", "Computer", "ComputerLimits",
+        "ComputerLost", "ComputerShell", "LostBy", "Overloaded", "Pool", "PoolSettings", "Program",
+        "ProgramEnd", "ProgramUnsupported", "ProtocolError", "SandboxError", "SandboxUnavailable",
+        "Session", "SessionLost", "Snapshot",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -455,13 +425,9 @@ def test_no_file_is_longer_than_people_read() -> None:
 
 # Lines of each package. Size is a cost: whoever needs more than is left removes something first.
 BUDGET = {
-    "agentloop": 60_670,
-    "agentloop.sandbox": 13_115,
-    "agentloop.learner": 4_465,
-    "bench": 9_360,
-    "tests": 77_945,
-    "tools": 1_230,
-}
+    "agentloop": 60_670, "agentloop.sandbox": 13_115, "agentloop.learner": 4_465, "bench": 9_360,
+    "tests": 77_945, "tools": 1_230,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("package", BUDGET)

@@ -226,32 +226,18 @@ READ = CALL.replace("search", "read")
 @pytest.mark.parametrize(
     ("rules", "opened", "accepted", "refused"),
     [
-        (
-            OutputRules("required"),
-            "",
-            [CALL, f"{CALL}\n{READ}", f"<think>Well.</think>\n\n{READ}"],
-            ["", "It is 3.", f"It is 3. {CALL}", f"{CALL} Done.", f"<think>{CALL}</think>\n{CALL}"],
-        ),
-        (
-            OutputRules("read"),
-            "<reason>",
-            [f"Well.</reason>\n{READ}", f"</reason>{READ}"],
-            [READ, f"Well.</reason>\n{CALL}", f"Well.</reason>\n{READ}\n{READ}", "Well.</reason>"],
-        ),
-        (
-            OutputRules(schema=NUMBER),
-            "",
-            ['{"n": 3}', '{ "n":3 }', CALL, '<think>{"n": "?"}</think>{"n": 3}'],
-            ["", "3", '{"n": "3"}', f'{{"n": 3}}{CALL}', '{"n":        3}'],
-        ),
-        (
-            OutputRules(schema={"type": "object"}),
-            "<think>\n",
-            ["</think>{}", 'Well.</think>\n\n{"a": [{"b": null}]}'],
-            ["{}", "</think>[]", "</think>3"],
-        ),
+        (OutputRules("required"), "", [CALL, f"{CALL}\n{READ}", f"<think>Well.</think>\n\n{READ}"],
+         ["", "It is 3.", f"It is 3. {CALL}", f"{CALL} Done.", f"<think>{CALL}</think>\n{CALL}"]),
+        (OutputRules("read"), "<reason>", [f"Well.</reason>\n{READ}", f"</reason>{READ}"],
+         [READ, f"Well.</reason>\n{CALL}", f"Well.</reason>\n{READ}\n{READ}", "Well.</reason>"]),
+        (OutputRules(schema=NUMBER), "",
+         ['{"n": 3}', '{ "n":3 }', CALL, '<think>{"n": "?"}</think>{"n": 3}'],
+         ["", "3", '{"n": "3"}', f'{{"n": 3}}{CALL}', '{"n":        3}']),
+        (OutputRules(schema={"type": "object"}), "<think>\n",
+         ["</think>{}", 'Well.</think>\n\n{"a": [{"b": null}]}'],
+         ["{}", "</think>[]", "</think>3"]),
     ],
-)
+)  # fmt: skip
 def test_xgrammar_samples_what_the_rules_allow(
     rules: OutputRules, opened: str, accepted: list[str], refused: list[str], sglang_installed: None
 ) -> None:

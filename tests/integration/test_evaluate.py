@@ -20,13 +20,9 @@ from tests.patience import patient
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600), pytest.mark.usefixtures("docker_engine")]
 
 TOLD = [
-    "tasks.levels=[3, 6]",
-    "tasks.seed=5",
-    "reward.function=exact",
-    "tool_timeout_s=60",
-    "budget.max_response_tokens=400",
-    "evaluate.num_samples=4",
-]
+    "tasks.levels=[3, 6]", "tasks.seed=5", "reward.function=exact", "tool_timeout_s=60",
+    "budget.max_response_tokens=400", "evaluate.num_samples=4",
+]  # fmt: skip
 
 
 def command(path: Path, *arguments: str) -> Sequence[str]:

@@ -73,19 +73,11 @@ def disturbed(folder: Path) -> Path:
 async def test_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path) -> None:
     """The loss is the reverse KL divergence, since all policy ratios are 1."""
     overrides = [
-        f"model={disturbed(tmp_path / 'model')}",
-        f"run.folder={tmp_path}",
-        "run.name=student",
-        "credit=distill",
-        f"credit.args.teacher={sglang_url}",
-        "loop.steps=6",
-        "loop.prompts_per_step=8",
-        "loop.group_size=8",
-        "loop.evaluate_every=0",
-        "learner.optimizer.lr=3e-4",
-        "ranks.nproc_per_node=1",
-        "page=false",
-    ]
+        f"model={disturbed(tmp_path / 'model')}", f"run.folder={tmp_path}", "run.name=student",
+        "credit=distill", f"credit.args.teacher={sglang_url}", "loop.steps=6",
+        "loop.prompts_per_step=8", "loop.group_size=8", "loop.evaluate_every=0",
+        "learner.optimizer.lr=3e-4", "ranks.nproc_per_node=1", "page=false",
+    ]  # fmt: skip
     settings = load_settings(TrainSettings, [RECIPE], overrides)
     folder = await train(settings, cast(Any, RecordedProgress()))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -61,17 +61,11 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
     page.write_files()
     assert "inference  1 server" in page.run()  # the plan
     overrides = [
-        f"tasks.paths=['{tmp_path}/tasks.jsonl']",
-        f"run.folder={tmp_path}/runs",
-        "loop.steps=2",
-        "loop.prompts_per_step=3",
-        "loop.evaluate_tasks=4",
-        "loop.group_size=6",
-        "roc.down_sample_to_n=4",
-        "roc.reject_equal_reward=false",
-        "sampling.temperature=2.5",
+        f"tasks.paths=['{tmp_path}/tasks.jsonl']", f"run.folder={tmp_path}/runs", "loop.steps=2",
+        "loop.prompts_per_step=3", "loop.evaluate_tasks=4", "loop.group_size=6",
+        "roc.down_sample_to_n=4", "roc.reject_equal_reward=false", "sampling.temperature=2.5",
         f"reward.function={__name__}:coin",
-    ]
+    ]  # fmt: skip
     settings = load_settings(TrainSettings, [tmp_path / "my.toml"], overrides)
     stated = RecordedProgress()
     folder = await train(settings, cast(ProgressLine, stated))

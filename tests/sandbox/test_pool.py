@@ -850,23 +850,17 @@ PROGRAMS = {
     ),
     "a second file on it": ("o = open(1, 'w'); o.write('answer')", "answer"),
     "a finalizer": ("class A:\n    def __del__(self): print('bye')\na = A()", "bye\n"),
-    "a generator's end": (
-        "def f():\n    try: yield 1\n    finally: print('end')\ng = f(); next(g)",
-        "end\n",
-    ),
+    "a generator's end": ("def f():\n    try: yield 1\n    finally: print('end')\ng = f(); next(g)",
+        "end\n"),
     "signals while it is written": (
         "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
         "signal.setitimer(signal.ITIMER_REAL, .0002, .0002)\nprint('x' * 900_000)",
         None,
     ),
-    "its own source": (
-        "import inspect\nf = lambda: 5\nprint(inspect.getsource(f), end='')",
-        "f = lambda: 5\n",
-    ),
-    "a class's source": (
-        "import inspect\nclass A:\n    x = 1\nprint(inspect.getsource(A), end='')",
-        "class A:\n    x = 1\n",
-    ),
+    "its own source": ("import inspect\nf = lambda: 5\nprint(inspect.getsource(f), end='')",
+        "f = lambda: 5\n"),
+    "a class's source": ("import inspect\nclass A:\n    x = 1\nprint(inspect.getsource(A), end='')",
+        "class A:\n    x = 1\n"),
     "a traceback of its own": (
         "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n"
         "    print(traceback.format_exc().splitlines()[2].strip())",
@@ -885,7 +879,7 @@ PROGRAMS = {
         "parent\n",
     ),
     "a mark at the beginning": ("\ufeffprint(1)", "1\n"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

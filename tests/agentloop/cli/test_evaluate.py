@@ -281,18 +281,12 @@ async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     ("overrides", "named"),
     [
         (["endpoint.model=m"], "endpoint.model: needs endpoint.url as well"),
-        (
-            ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
-            "servers: not used with endpoint.url",
-        ),
-        (
-            ["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
-            "pass_at: 3 requires at least as many samples",
-        ),
-        (
-            ["endpoint.url=http://a/v1", "envs=[{}]"],
-            "envs: with endpoint.url, each must name an environment",
-        ),
+        (["endpoint.url=http://a/v1", "servers=['http://a:1']"],
+         "servers: not used with endpoint.url"),
+        (["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
+         "pass_at: 3 requires at least as many samples"),
+        (["endpoint.url=http://a/v1", "envs=[{}]"],
+         "envs: with endpoint.url, each must name an environment"),
         (["envs=[{}]", "env.name=a:b"], "env, envs: both are set"),
         (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
@@ -300,7 +294,7 @@ async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
         (["--resume", "/no/such/run"], "--resume: /no/such/run is not a run (no config.toml)"),
         (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
     ],
-)
+)  # fmt: skip
 def test_invalid_settings_are_refused_by_name(
     overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,21 +115,12 @@ def tiny_settings(folder: Path, name: str) -> list[str]:
         shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
         (folder / "own.jinja").write_text(OWN, "utf-8")
     return [
-        f"model={model}",
-        f"chat.template={folder / 'own.jinja'}",
-        "data.teacher=120",
-        "page=false",
-        f"run.folder={folder}",
-        f"run.name={name}",
-        "loop.epochs=2",
-        "loop.lr=3e-3",
-        "loop.batch_tokens=2500",
-        "loop.checkpoint_every=3",
-        "learner.init=random",
-        "learner.config.num_hidden_layers=2",
-        "learner.micro_batch_tokens=5000",
+        f"model={model}", f"chat.template={folder / 'own.jinja'}", "data.teacher=120", "page=false",
+        f"run.folder={folder}", f"run.name={name}", "loop.epochs=2", "loop.lr=3e-3",
+        "loop.batch_tokens=2500", "loop.checkpoint_every=3", "learner.init=random",
+        "learner.config.num_hidden_layers=2", "learner.micro_batch_tokens=5000",
         "ranks.nproc_per_node=2",
-    ]
+    ]  # fmt: skip
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

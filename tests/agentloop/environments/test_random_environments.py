@@ -48,14 +48,9 @@ from tests.support import Fault, eventually
 
 NUM_GROUPS, SIZE = 6, 4
 REASONS = (
-    "infrastructure: ",
-    "the environment ",
-    "stopped: ",
-    "its agent did not run",
-    "nothing was sampled",
-    "timed out in the queue",
-    "a reason of its own",
-)
+    "infrastructure: ", "the environment ", "stopped: ", "its agent did not run",
+    "nothing was sampled", "timed out in the queue", "a reason of its own",
+)  # fmt: skip
 Act = Callable[[Agent, Random], Awaitable[object]]
 ACTS: dict[str, Act] = {}
 

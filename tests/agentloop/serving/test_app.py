@@ -195,17 +195,14 @@ async def test_clients_own_tools_make_the_round_trip() -> None:
         ({"messages": [{"role": "wizard"}], "stream": True}, 400, "messages[0].role"),
         ({"messages": HELLO, "tools": [{}]}, 400, "tools[0].type: "),
         ({"messages": HELLO, "tools": [THEIRS, THEIRS]}, 400, "two are named 'theirs'"),
-        (
-            {"messages": [{"role": "user", "content": "x" * 200_000}]},
-            400,
-            "maximum context length is",
-        ),
+        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400,
+         "maximum context length is"),
         (b" " * (10 << 20), 413, "Maximum request body size"),
         ({"messages": HELLO, "top_k": 1 << 31}, 400, "top_k"),
         ({"messages": HELLO, "seed": 1 << 63}, 400, "seed"),
         ({"messages": HELLO, "ignore_eos": 1}, 400, "ignore_eos"),
     ],
-)
+)  # fmt: skip
 async def test_bad_input_has_a_clear_answer(body: Any, status: int, error: str) -> None:
     async with service() as at:
         async with at.post("/v1/chat/completions", body) as response:

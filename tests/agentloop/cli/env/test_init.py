@@ -40,12 +40,8 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 def test_tests_of_a_new_package_pass(package: Path) -> None:
     assert sorted(path.name for path in package.iterdir()) == [
-        "README.md",
-        "my_game.py",
-        "pyproject.toml",
-        "test_my_game.py",
-        "train.toml",
-    ]
+        "README.md", "my_game.py", "pyproject.toml", "test_my_game.py", "train.toml",
+    ]  # fmt: skip
     planned = python(package, "-m", "agentloop", "train", "--dry-run", "train.toml")
     assert (planned.returncode, "steps      10;" in planned.stdout) == (0, True), planned.stderr
     ended = python(package, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider")

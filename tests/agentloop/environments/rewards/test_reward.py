@@ -243,11 +243,8 @@ def test_math_verify_decides_other_answers() -> None:
         ("(0.0000001,1)", "(0.0000002,1)", 0.0),
         ("(5e-05,3e6)", "(0.00005, 3000000)", 1.0),
         (r"\{1/3, 2\}", r"\{2, 0.333333\}", 1.0),
-        (
-            r"\begin{pmatrix}1&0.0000001\end{pmatrix}",
-            r"\begin{pmatrix}1&0.0000002\end{pmatrix}",
-            0.0,
-        ),
+        (r"\begin{pmatrix}1&0.0000001\end{pmatrix}", r"\begin{pmatrix}1&0.0000002\end{pmatrix}",
+         0.0),
         (r"\pi\cdot 10^{-20}", r"2\pi\cdot 10^{-20}", 0.0),
         (r"\sqrt{2}\cdot10^{-9}", r"1.414214\cdot10^{-9}", 1.0),
         ("[0,0.0000001]", "[0,0.0000002]", 0.0),
@@ -262,7 +259,7 @@ def test_math_verify_decides_other_answers() -> None:
         ("5", "the answer is 5, or 6, who knows", 0.0),
         ("5", "9" * 5000, 0.0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.full
 async def test_math(grader: Grader, gold: str, answer: str, value: float) -> None:
     result = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
@@ -637,19 +634,13 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
         (CallStatus.KILLED, 0.0, "it ended the process that scored it (killed)"),
         (CallStatus.ERROR, 0.0, "it ended the process that scored it (error)"),
         (CallStatus.OUTPUT_LIMIT, 0.0, "it ended the process that scored it (output_limit)"),
-        (
-            CallStatus.SANDBOX_ERROR,
-            None,
-            "the sandbox call ended with status sandbox_error: no luck (2 tries)",
-        ),
-        (
-            CallStatus.OVERLOADED,
-            None,
-            "the sandbox call ended with status overloaded: no luck (2 tries)",
-        ),
+        (CallStatus.SANDBOX_ERROR, None,
+         "the sandbox call ended with status sandbox_error: no luck (2 tries)"),
+        (CallStatus.OVERLOADED, None,
+         "the sandbox call ended with status overloaded: no luck (2 tries)"),
         (SandboxUnavailable("gone"), None, "SandboxUnavailable: gone (2 tries)"),
     ],
-)
+)  # fmt: skip
 async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
     pool = scoring_pool(said, said)

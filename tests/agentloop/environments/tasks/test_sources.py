@@ -119,10 +119,8 @@ def test_prompt_around_a_problem(tmp_path: Path) -> None:
     ("row", "why"),
     [
         ([1, 2], "expected an object, got list"),
-        (
-            {"answer": 1},
-            "one of the fields 'messages', 'prompt', 'problem', 'question' is required",
-        ),
+        ({"answer": 1},
+         "one of the fields 'messages', 'prompt', 'problem', 'question' is required"),
         (
             {"problem": "x?"},
             "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth', 'target', "
@@ -134,10 +132,8 @@ def test_prompt_around_a_problem(tmp_path: Path) -> None:
         ({"prompt": [], "answer": 1}, "field 'prompt': expected text or messages, got list"),
         ({"prompt": ["x"], "answer": 1}, "field 'prompt': message 1: 'role' and 'content'"),
         ({"prompt": [{"role": "user", "content": 1}], "answer": 1}, "message 1: 'role' and"),
-        (
-            {"messages": [{"role": "assistant", "content": "2"}], "answer": 1},
-            "field 'messages': the last message must have the role 'user', not 'assistant'",
-        ),
+        ({"messages": [{"role": "assistant", "content": "2"}], "answer": 1},
+         "field 'messages': the last message must have the role 'user', not 'assistant'"),
         ({"problem": "x?", "answer": [1]}, "field 'answer': expected text or a number"),
         ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
         ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
@@ -150,16 +146,12 @@ def test_prompt_around_a_problem(tmp_path: Path) -> None:
         ({"problem": "x?", "answer": 1, "extra_info": 3}, "field 'extra_info': expected an object"),
         ({"problem": "x\ud800?", "answer": 1}, "field 'problem' contains a lone surrogate"),
         ({"problem": "x?", "answer": "\udc00"}, "field 'answer' contains a lone surrogate"),
-        (
-            {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
-            "field 'prompt' contains a lone",
-        ),
-        (
-            {"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}},
-            "field 'extra_info' contains a lone",
-        ),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
+         "field 'prompt' contains a lone"),
+        ({"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}},
+         "field 'extra_info' contains a lone"),
     ],
-)
+)  # fmt: skip
 def test_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
     path = jsonl(tmp_path / "data.jsonl", [*rows(2), row])
     with pytest.raises(DataError, match=re.escape(f"{path}: line 3: ") + ".*" + re.escape(why)):

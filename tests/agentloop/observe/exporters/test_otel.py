@@ -188,16 +188,11 @@ async def test_rollout_is_a_trace() -> None:
     }
     assert attributes(second)["gen_ai.usage.input_tokens"] == 11
     assert attributes(failed) == {
-        "gen_ai.operation.name": "execute_tool",
-        "gen_ai.tool.name": "python",
-        "gen_ai.tool.type": "function",
-        "gen_ai.tool.call.id": "c0",
-        "gen_ai.conversation.id": "1-task.0",
-        "error.type": "error",
-        "agentloop.turn": 0,
-        "agentloop.tool.status": "error",
-        "agentloop.tool.queued_s": 0.25,
-    }
+        "gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "python",
+        "gen_ai.tool.type": "function", "gen_ai.tool.call.id": "c0",
+        "gen_ai.conversation.id": "1-task.0", "error.type": "error", "agentloop.turn": 0,
+        "agentloop.tool.status": "error", "agentloop.tool.queued_s": 0.25,
+    }  # fmt: skip
     assert attributes(made_up)["gen_ai.tool.name"] == "unknown"
     assert [span.status.code for span in collector.spans] == [0, 0, 2, 2, 0]
     (resource,) = collector.requests[0].resource_spans
@@ -234,16 +229,11 @@ async def test_callers_trace_is_continued(flags: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        "",
-        "nonsense",
-        f"00-{'0' * 32}-{'1' * 16}-01",
-        f"00-{'1' * 32}-{'0' * 16}-01",
-        f"ff-{'1' * 32}-{'1' * 16}-01",
-        f"00-{'1' * 32}-{'1' * 16}-01-more",
-        f"00-{'A' * 32}-{'1' * 16}-01",
-        f"00-{'1' * 31}-{'1' * 16}-01",
+        "", "nonsense", f"00-{'0' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'0' * 16}-01",
+        f"ff-{'1' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'1' * 16}-01-more",
+        f"00-{'A' * 32}-{'1' * 16}-01", f"00-{'1' * 31}-{'1' * 16}-01",
     ],
-)
+)  # fmt: skip
 def test_invalid_traceparent_is_ignored(header: str) -> None:
     assert CallerSpan.parse(header) is None
 

@@ -276,84 +276,47 @@ def calling(*ids: str, arguments: Any = None) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
+def of(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ("{", "line 3: not JSON"),
         (["a"], "line 3: expected an object"),
         ({}, "line 3: field 'messages': expected a list"),
-        ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': expected a list"),
-        ({"messages": [USER]}, "field 'messages': the last message must be the assistant's"),
-        ({"messages": [USER, ANSWER, USER]}, "the last message must be the assistant's"),
-        ({"messages": [ANSWER]}, "messages: at least one message is required"),
-        ({"messages": [USER, "x"]}, "messages[1]: expected an object, got 'x'"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": 7}]},
-            "messages[1].content: expected a string",
-        ),
-        (
-            {"messages": [USER, ANSWER, ANSWER]},
-            "messages[1]: makes 0 calls, followed by 0 results and another",
-        ),
-        (
-            {"messages": [USER, ANSWER, RESULT, ANSWER]},
-            "makes 0 calls, followed by 1 result and another turn",
-        ),
-        (
-            {"messages": [USER, CALLING, ANSWER]},
-            "messages[1]: makes 1 call, followed by 0 results and another",
-        ),
-        (
-            {"messages": [USER, CALLING, USER, ANSWER]},
-            "messages[1]: makes 1 call, followed by 0 results",
-        ),
-        (
-            {"messages": [USER, CALLING, RESULT]},
-            "messages[1]: makes 1 call, followed by 1 result and no turn",
-        ),
-        (
-            {"messages": [USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER]},
-            "messages[2].content[0]: expected a text part",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "weight": 2}]},
-            "messages[1].weight: expected 0 (not trained on) or 1, got 2",
-        ),
-        (
-            {"messages": [{**USER, "weight": 1}, ANSWER]},
-            "messages[0].weight: only messages of the assistant are trained on",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "reasoning_content": "Long ago."}]},
-            "messages[1].reasoning_content: the model's chat template has no place for it",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "content": None, "refusal": "No."}]},
-            "messages[1].refusal: the model's chat template has no place for it",
-        ),
-        (
-            {"messages": [USER, calling("a"), {**RESULT, "tool_call_id": "b"}, ANSWER]},
-            "messages[2].tool_call_id: 'b' is none of a",
-        ),
-        (
-            {"messages": [USER, calling("a", "b"), *[{**RESULT, "tool_call_id": "a"}] * 2, ANSWER]},
-            "messages[3].tool_call_id: 'a' has a result already",
-        ),
-        (
-            {"messages": [USER, calling("a", arguments='{"n": ')]},
-            "messages[1].tool_calls[0].function.arguments: expected an object or its JSON text",
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    {"role": "assistant", "function_call": {"name": "look", "arguments": "[1]"}},
-                ]
-            },
-            "messages[1].function_call.arguments: expected an object or its JSON text",
-        ),
+        ({**of(USER, ANSWER), "tools": ["look"]}, "line 3: field 'tools': expected a list"),
+        (of(USER), "field 'messages': the last message must be the assistant's"),
+        (of(USER, ANSWER, USER), "the last message must be the assistant's"),
+        (of(ANSWER), "messages: at least one message is required"),
+        (of(USER, "x"), "messages[1]: expected an object, got 'x'"),
+        (of(USER, {"role": "assistant", "content": 7}), "messages[1].content: expected a string"),
+        (of(USER, ANSWER, ANSWER), "messages[1]: makes 0 calls, followed by 0 results and another"),
+        (of(USER, ANSWER, RESULT, ANSWER), "makes 0 calls, followed by 1 result and another turn"),
+        (of(USER, CALLING, ANSWER), "messages[1]: makes 1 call, followed by 0 results and another"),
+        (of(USER, CALLING, USER, ANSWER), "messages[1]: makes 1 call, followed by 0 results"),
+        (of(USER, CALLING, RESULT), "messages[1]: makes 1 call, followed by 1 result and no turn"),
+        (of(USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER),
+         "messages[2].content[0]: expected a text part"),
+        (of(USER, {**ANSWER, "weight": 2}),
+         "messages[1].weight: expected 0 (not trained on) or 1, got 2"),
+        (of({**USER, "weight": 1}, ANSWER),
+         "messages[0].weight: only messages of the assistant are trained on"),
+        (of(USER, {**ANSWER, "reasoning_content": "Long ago."}),
+         "messages[1].reasoning_content: the model's chat template has no place for it"),
+        (of(USER, {**ANSWER, "content": None, "refusal": "No."}),
+         "messages[1].refusal: the model's chat template has no place for it"),
+        (of(USER, calling("a"), {**RESULT, "tool_call_id": "b"}, ANSWER),
+         "messages[2].tool_call_id: 'b' is none of a"),
+        (of(USER, calling("a", "b"), *[{**RESULT, "tool_call_id": "a"}] * 2, ANSWER),
+         "messages[3].tool_call_id: 'a' has a result already"),
+        (of(USER, calling("a", arguments='{"n": ')),
+         "messages[1].tool_calls[0].function.arguments: expected an object or its JSON text"),
+        (of(USER, {"role": "assistant", "function_call": {"name": "look", "arguments": "[1]"}}),
+         "messages[1].function_call.arguments: expected an object or its JSON text"),
     ],
-)
+)  # fmt: skip
 def test_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
     path = tmp_path / "dialogues.jsonl"
     good = json.dumps({"messages": [USER, ANSWER]})

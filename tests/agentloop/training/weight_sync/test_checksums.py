@@ -170,13 +170,9 @@ def test_every_rank_of_a_server_must_have_the_learners_weights() -> None:
 
 PROOFS = st.dictionaries(
     st.sampled_from("abcdef"),
-    st.builds(
-        Proof,
-        checksum=st.sampled_from("12"),
-        rest=st.sampled_from(["", "x", "y"]),
-        wrong=st.sampled_from(["", "", "", "bad"]),
-    ),
-)
+    st.builds(Proof, checksum=st.sampled_from("12"), rest=st.sampled_from(["", "x", "y"]),
+        wrong=st.sampled_from(["", "", "", "bad"])),
+)  # fmt: skip
 
 
 @given(proofs=PROOFS, rest=st.sampled_from([None, "x", "y"]))
