@@ -19,11 +19,13 @@ class RecordedProgress:
 
     def __init__(self, line: str = "") -> None:
         self.line = line  # the newest that passes by
+        self.passing: list[str] = []
         self.lines: list[str] = []
         self.statuses: list[RunStatus] = []
 
     def __call__(self, line: str) -> None:
         self.line = line
+        self.passing.append(line)
 
     def say(self, line: str) -> None:
         self.lines.append(line)
