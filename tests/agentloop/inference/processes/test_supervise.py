@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,10 @@ async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> Non
 def quiet(_: str) -> None: ...
 
 
+def run(*stubs: Stub) -> AbstractAsyncContextManager[list[ServerProcess]]:
+    return running([stub.launch for stub in stubs], on_progress=quiet)
+
+
 @pytest.fixture
 def stub(tmp_path: Path) -> Stub:
     return Stub(tmp_path / "stub")
@@ -163,7 +168,7 @@ async def test_is_ready_then_leaves_nothing(stub: Stub) -> None:
 
 async def test_leaves_nothing_when_the_body_raises(stub: Stub) -> None:
     with pytest.raises(KeyError, match="ours"):
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise KeyError("ours")
     assert stub.left == []
 
@@ -174,7 +179,7 @@ async def test_leaves_nothing_when_cancelled_while_it_starts(tmp_path: Path) -> 
     async with anyio.create_task_group() as tasks:
 
         async def start() -> None:
-            async with running([stub.launch], on_progress=quiet):
+            async with run(stub):
                 raise AssertionError("it was never ready")
 
         tasks.start_soon(start)
@@ -197,14 +202,14 @@ async def test_cancelled_while_the_guardian_is_forked(
 
     monkeypatch.setattr(supervise, "_spawn", slow_spawn)
     with anyio.CancelScope() as scope:
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it was cancelled")
     assert spawned[0].returncode is not None
 
 
 async def test_server_gets_sigterm_if_there_is_a_stop_timeout(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", stop_timeout_s=10.0)
-    async with running([stub.launch], on_progress=quiet):
+    async with run(stub):
         pass
     assert stub.record.with_suffix(".json.terminated").exists()
     assert stub.left == []
@@ -224,7 +229,7 @@ sys.exit(3)
 """
     stub = Stub(tmp_path / "stub", script)
     with pytest.raises(ServerStartError) as caught:
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it died")
     message, _, tail = str(caught.value).partition("The end of its log")
     assert "stub ended with exit status 3" in message
@@ -241,7 +246,7 @@ sys.exit(3)
 async def test_death_by_a_signal_is_named(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(ServerStartError, match="was killed by SIGKILL") as caught:
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it died")
     assert "ran out of memory" in str(caught.value)
     assert "(it is empty)" in str(caught.value)
@@ -260,7 +265,7 @@ async def test_server_that_dies_while_starting_stops_the_others(tmp_path: Path) 
     waits = f"import os, time\nwhile not os.path.exists({str(good.record)!r}): time.sleep(0.01)\n"
     bad = Stub(tmp_path / "bad", waits + "raise SystemExit('no luck')")
     with pytest.raises(ServerStartError, match="no luck"):
-        async with running([good.launch, bad.launch], on_progress=quiet):
+        async with run(good, bad):
             raise AssertionError("one died")
     assert good.left == []
 
@@ -274,7 +279,7 @@ async def test_start_that_takes_too_long(tmp_path: Path) -> None:
 
 
 async def test_later_death_is_reported(stub: Stub) -> None:
-    async with running([stub.launch], on_progress=quiet) as [server]:
+    async with run(stub) as [server]:
         os.kill(stub.pids[0], signal.SIGKILL)
         with anyio.fail_after(patient(30)):
             reason = await server.wait_dead()
@@ -285,7 +290,7 @@ async def test_later_death_is_reported(stub: Stub) -> None:
 
 
 async def test_server_does_not_outlive_its_guardian(stub: Stub) -> None:
-    async with running([stub.launch], on_progress=quiet) as [server]:
+    async with run(stub) as [server]:
         os.kill(_stat(stub.pids[0])[1], signal.SIGKILL)
         await until(lambda: not _runs(stub.pids[0]))
         await until(lambda: not server.alive)
@@ -509,10 +514,7 @@ class Clients(RecordedClients):
 
 async def test_server_that_dies_is_started_again(stub: Stub) -> None:
     clients = Clients()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    async with run(stub) as [server], anyio.create_task_group() as t:
         t.start_soon(clients.keep, [server])
         first = stub.pids
         assert server.pid is not None
@@ -531,10 +533,7 @@ async def test_server_that_dies_is_started_again(stub: Stub) -> None:
 
 async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
     clients = Clients()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    async with run(stub) as [server], anyio.create_task_group() as t:
         first = stub.pids
         os.kill(first[0], signal.SIGSTOP)
         clients.dead.add(server.url)
@@ -553,10 +552,7 @@ async def test_log_that_cannot_be_renamed_does_not_prevent_a_restart(
     stub: Stub, obstacle: str
 ) -> None:
     clients = Clients()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    async with run(stub) as [server], anyio.create_task_group() as t:
         if obstacle == "removed":
             server.log_path.unlink()
         else:
@@ -576,7 +572,7 @@ async def test_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> Non
     stub = Stub(tmp_path / "stub")
     clients = Clients()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
-        async with running([stub.launch], on_progress=quiet) as [server]:
+        async with run(stub) as [server]:
             server.log_path.unlink()
             server.log_path.mkdir()
             server.log_path.with_name(server.log_path.name + ".previous").touch()
@@ -586,7 +582,7 @@ async def test_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> Non
     assert sum(" exited: " in call for call in clients.calls) == 2
     assert stub.left == []
     with pytest.raises(ServerStartError, match="cannot be started"):
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it has no log")
 
 
@@ -596,10 +592,7 @@ async def test_slow_restart_is_not_killed(tmp_path: Path) -> None:
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)
     clients = Clients()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    async with run(stub) as [server], anyio.create_task_group() as t:
         first = stub.pids
         os.kill(first[0], signal.SIGKILL)
         await until(lambda: not server.alive)
@@ -626,7 +619,7 @@ async def test_another_program_has_its_port(tmp_path: Path) -> None:
             await client.receive()
             await client.send(nonsense)
 
-    async with running([stub.launch], on_progress=quiet) as [server]:
+    async with run(stub) as [server]:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         await until(lambda: not server.alive)
