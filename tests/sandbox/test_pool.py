@@ -72,14 +72,6 @@ async def wait_until(happened: object, within_s: float = 30) -> None:
             await anyio.sleep(0.01)
 
 
-def test_public_names() -> None:
-    assert set(sandbox.__all__) >= {
-        "Pool", "PoolSettings", "Session", "CallResult", "CallStatus", "CallError",
-        "SandboxError", "SandboxUnavailable", "SessionLost", "LostBy", "Overloaded",
-    }  # fmt: skip
-    assert all(hasattr(sandbox, name) for name in sandbox.__all__)
-
-
 async def test_output_value_and_times(pool: Pool) -> None:
     before = time.monotonic_ns()
     result = await pool.run("import sys\nprint('out')\nprint('err', file=sys.stderr)\n6 * 7")
@@ -177,11 +169,6 @@ async def test_calls_do_not_share_state(pool: Pool) -> None:
     assert result.error.type == "NameError"
 
 
-async def test_calls_draw_different_random_numbers(pool: Pool) -> None:
-    draws = {(await pool.run("import random; random.random()")).result for _ in range(5)}
-    assert len(draws) == 5
-
-
 async def test_long_output_keeps_head_and_tail(pool: Pool) -> None:
     result = await pool.run("for i in range(50_000): print(i)")
     assert result.truncated
@@ -269,12 +256,6 @@ async def test_too_large_is_refused_as_the_programs_fault(
     assert result.error.message == f"code and stdin have {size} bytes; the maximum is 8,388,608"
     assert result.error.message in result.stderr
     assert pool.stats()["busy"] == 0
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
-async def test_timeout_must_be_positive(pool: Pool, timeout_s: float) -> None:
-    with pytest.raises(ValueError, match="timeout_s"):
-        await pool.run("1", timeout_s=timeout_s)
 
 
 async def test_many_at_once_each_its_own_answer(pool: Pool) -> None:
@@ -920,12 +901,12 @@ async def test_session_keeps_its_seed(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "given", [{"code": b"1"}, {"code": ["1"]}, {"code": "1", "stdin": b""},
               {"code": "1", "timeout_s": 0}, {"code": "1", "timeout_s": 1e20},
-              {"code": "1", "timeout_s": float("nan")}]
+              *({"code": "1", "timeout_s": s} for s in (-1.0, float("nan"), float("inf")))]
 )  # fmt: skip
 async def test_invalid_calls_are_refused_and_take_no_slot(
     pool: Pool, given: dict[str, Any]
 ) -> None:
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError), match="timeout_s" if "timeout_s" in given else ""):
         await pool.run(**given)
     assert pool.stats()["busy"] == 0
 

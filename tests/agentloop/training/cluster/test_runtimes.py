@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,14 @@ async def synced(runtimes: RemoteRuntimes, folder: Path, version: int = 0) -> Sy
     return await runtimes.sync(PublishedFolder(str(version), folder), timeout_s=30)
 
 
-async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
-    actual: dict[str, RolledOut] = {}
+async def groups(
+    runtimes: RemoteRuntimes,
+    *names: str,
+    oldest: int = 0,
+    actual: dict[str, RolledOut] | None = None,
+) -> dict[str, RolledOut]:
+    """Roll groups out, put them into `actual`, and return it."""
+    actual = {} if actual is None else actual
 
     async def ask(name: str) -> None:
         task = Task(f"task-{name}", "What is 1 plus 2?", "3")
@@ -141,12 +148,8 @@ async def test_groups_of_a_lost_runtime_go_to_another(folder: Path) -> None:
     actual: dict[str, RolledOut] = {}
     async with playing(first, two, said=stated) as runtimes:
         result = await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1", "2", "3"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", "2", "3", actual=actual))
             await eventually(lambda: len(first.asked) == 3)
             first.actors[0].kill()
             two.capacity.set()
@@ -168,12 +171,8 @@ async def test_runtime_leaves_its_node_when_its_groups_are_complete(folder: Path
     actual: dict[str, RolledOut] = {}
     async with playing(first, two, max_restarts=0, said=lines) as runtimes:
         result = await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1", "2"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", "2", actual=actual))
             await eventually(lambda: len(first.asked) == 2)
             runtimes.leave("one")
             runtimes.leave("no such")
@@ -259,12 +258,8 @@ async def test_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None
         result = await synced(runtimes, folder)
         player.gate = anyio.Event()
         actual: dict[str, RolledOut] = {}
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", actual=actual))
             await eventually(lambda: bool(player.asked))
             player.died.set()
             await eventually(lambda: sum("ready" in line for line in stated) == 2)
@@ -359,12 +354,8 @@ async def test_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: Pa
     actual: dict[str, RolledOut] = {}
     async with playing(first, two) as runtimes:
         await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", actual=actual))
             await eventually(lambda: bool(first.asked))
             first.fails = ServerError("the disk is full")
             two.capacity.set()
@@ -383,12 +374,8 @@ async def test_group_sampled_with_unknown_weights_goes_to_another_runtime(
     actual: dict[str, RolledOut] = {}
     async with playing(first, two) as runtimes:
         await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", actual=actual))
             await eventually(lambda: bool(first.asked))
             first.fails, first.sampled = ServerError("half of the servers have them"), "1"
             two.capacity.set()
