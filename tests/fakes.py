@@ -95,9 +95,9 @@ Said = dict[str, Any] | CallStatus | SandboxError
 """What a program says of a puzzle; how it ended while it scored; what the sandbox raised."""
 
 
-def scoring_pool(*said: Said, gets_far: bool = True) -> FakePool:
+def scoring_pool(*outcomes: Said, gets_far: bool = True) -> FakePool:
     """Return a sandbox in which answers to puzzles are scored; `gets_far`: scoring begins."""
-    remaining = list(said)
+    remaining = list(outcomes)
 
     def score(code: str, stdin: str, timeout_s: float | None) -> CallResult:
         mark, stated = json.loads(stdin)["mark"], remaining.pop(0)
@@ -106,8 +106,8 @@ def scoring_pool(*said: Said, gets_far: bool = True) -> FakePool:
         started = f"\n{mark} scores\n" if gets_far else ""
         if isinstance(stated, CallStatus):
             return CallResult(0, stated, stdout=started, stderr="no luck")
-        told = f"{started}\n{mark if stated else 'not the mark'} {json.dumps(stated)}\n"
-        return CallResult(0, CallStatus.OK, stdout=told)
+        output = f"{started}\n{mark if stated else 'not the mark'} {json.dumps(stated)}\n"
+        return CallResult(0, CallStatus.OK, stdout=output)
 
     return FakePool(score)
 
@@ -129,11 +129,11 @@ class NoModel:
 class RecordedClients:
     """Records what the clients of servers are told (`keep_alive`)."""
 
-    def __init__(self, *others: str) -> None:
+    def __init__(self, *urls: str) -> None:
         self.calls: list[str] = []
         self.dead: set[str] = set()
         self.disabled: set[str] = set()
-        self.known = set(others)
+        self.known = set(urls)
         self.may_start = anyio.Event()
         self.may_start.set()
 

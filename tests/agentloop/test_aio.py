@@ -95,11 +95,11 @@ async def test_signal_wakes_those_that_wait_and_nobody_later() -> None:
 async def test_free_slot_is_taken_without_giving_way() -> None:
     limiter, events = anyio.CapacityLimiter(1), list[str]()
 
-    async def other() -> None:
+    async def wait_too() -> None:
         events.append("other")
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(other)
+        tasks.start_soon(wait_too)
         async with Slot(limiter):
             assert (limiter.borrowed_tokens, events) == (1, [])
     assert (limiter.borrowed_tokens, events) == (0, ["other"])

@@ -34,12 +34,12 @@ _DOCKER = (
 _missing: set[str] = set()
 
 
-def need(what: str) -> None:
+def need(part: str) -> None:
     """A real part is missing: fail in CI, else skip, and say so once more at the end."""
-    _missing.add(what)
+    _missing.add(part)
     if os.environ.get("CI"):
-        pytest.fail(f"missing: {what}", pytrace=False)
-    pytest.skip(f"missing: {what}")
+        pytest.fail(f"missing: {part}", pytrace=False)
+    pytest.skip(f"missing: {part}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

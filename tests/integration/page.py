@@ -54,7 +54,7 @@ class Seen:
         assert not remaining, remaining
 
     def watch(self, page: Page) -> None:
-        page.on("console", lambda said: self._said(said.type, said.text))
+        page.on("console", lambda message: self._said(message.type, message.text))
         page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
         page.on("request", lambda request: self._asked(request.url))
 

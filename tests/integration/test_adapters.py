@@ -56,9 +56,9 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_command(seen: list[Message]) -> str:
+def first_command(observed: list[Message]) -> str:
     """Take or do the first thing that is listed and could be what the quest asks for."""
-    listed = seen[-1]["content"].rpartition("You can: ")[2].split(", ")
+    listed = observed[-1]["content"].rpartition("You can: ")[2].split(", ")
     wanted = [
         single for single in listed if re.match(r"take|open|insert|put|eat|unlock|go", single)
     ]
@@ -86,7 +86,7 @@ async def test_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
     library = importlib.import_module("textworld")
     file = str(games / "1.z8")
     walkthrough = library.Game.load(file.replace(".z8", ".json")).metadata["walkthrough"]
-    host = Scripted(lambda seen: walkthrough[(len(seen) - 2) // 2])
+    host = Scripted(lambda observed: walkthrough[(len(observed) - 2) // 2])
     (episode,) = await play(textworld.game.with_arguments({"file": file}), host)
     assert reward_in(episode).parts == {"score": 1.0, "won": 1.0, "moves": len(walkthrough)}
     assert reward_in(episode).value == 1.0
@@ -170,16 +170,16 @@ def tasks(tmp_path: Path) -> Path:
     return file
 
 
-def last_user(seen: list[Message]) -> str:
-    return str(next(single["content"] for single in reversed(seen) if single["role"] == "user"))
+def last_user(observed: list[Message]) -> str:
+    return str(next(single["content"] for single in reversed(observed) if single["role"] == "user"))
 
 
-def right(seen: list[Message]) -> str:
-    a, b = map(int, re.findall(r"\d+", last_user(seen)))
+def right(observed: list[Message]) -> str:
+    a, b = map(int, re.findall(r"\d+", last_user(observed)))
     return str(a + b)
 
 
-@pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda seen: "no idea", 0.0)])
+@pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda observed: "no idea", 0.0)])
 async def test_inspect_task_is_solved_and_scored(
     tasks: Path, script: Callable[[list[Message]], Said], value: float
 ) -> None:
@@ -196,11 +196,11 @@ async def test_inspect_task_is_solved_and_scored(
 
 
 async def test_inspect_task_runs_its_tools(tasks: Path) -> None:
-    def script(seen: list[Message]) -> Said:
-        if seen[-1]["role"] == "tool":
-            assert seen[-2]["tool_calls"][0]["function"]["name"] == "add"
-            return str(seen[-1]["content"])
-        a, b = map(int, re.findall(r"\d+", last_user(seen)))
+    def script(observed: list[Message]) -> Said:
+        if observed[-1]["role"] == "tool":
+            assert observed[-2]["tool_calls"][0]["function"]["name"] == "add"
+            return str(observed[-1]["content"])
+        a, b = map(int, re.findall(r"\d+", last_user(observed)))
         return "add", {"a": a, "b": b}
 
     host = Scripted(script)
@@ -209,7 +209,7 @@ async def test_inspect_task_runs_its_tools(tasks: Path) -> None:
     assert [names for _, _, names in host.asked] == [["add"], ["add"]]
     assert len(episode.trajectories) == 2
 
-    endless = Scripted(lambda seen: ("add", {"a": 1, "b": 1}))
+    endless = Scripted(lambda observed: ("add", {"a": 1, "b": 1}))
     (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), endless)
     assert episode.reward is not None
     assert reward_in(episode).value == 0.0  # at its limit of messages it is scored
@@ -217,8 +217,8 @@ async def test_inspect_task_runs_its_tools(tasks: Path) -> None:
 
 
 async def test_grader_of_inspect_is_another_agent(tasks: Path) -> None:
-    def script(seen: list[Message]) -> str:
-        return "GRADE: C" if "GRADE" in last_user(seen) else "2"
+    def script(observed: list[Message]) -> str:
+        return "GRADE: C" if "GRADE" in last_user(observed) else "2"
 
     graded = inspect_ai.sample.with_arguments({"name": f"{tasks}@graded"})
     (episode,) = await play(graded, Scripted(script))
@@ -244,7 +244,7 @@ def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
 
 
 async def test_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
-    def gone(seen: list[Message]) -> Said:
+    def gone(observed: list[Message]) -> Said:
         raise ServerUnavailable("gone")
 
     sums = inspect_ai.sample.with_arguments({"name": f"{tasks}@sums"})
@@ -370,7 +370,7 @@ def serving_openenv(file: Path, source: str) -> Iterator[str]:
 async def test_episode_of_openenv_is_played(openenv_url: str) -> None:
     arguments = {"url": openenv_url, "reset": {"number": 2}, "max_sessions": 4}
     stated = ("I do not know.", '{"number": "x"}', '{"number": 1}', 'Now {"number": 2}.')
-    host = Scripted(lambda seen: stated[len(seen) // 2 - 1])
+    host = Scripted(lambda observed: stated[len(observed) // 2 - 1])
     for episode in await play(openenv.episode.with_arguments(arguments), host, size=6):
         assert reward_in(episode).parts == {"reward": 1.0, "steps": 4.0}
     (_, (system, first), _) = host.asked[0]
@@ -380,7 +380,7 @@ async def test_episode_of_openenv_is_played(openenv_url: str) -> None:
 
 async def test_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
     stated: list[Said] = [*(("guess", {"number": number}) for number in ("x", 1, 2)), "Done."]
-    host = Scripted(lambda seen: stated[len(seen) - 1])
+    host = Scripted(lambda observed: stated[len(observed) - 1])
     with serving_openenv(tmp_path / "server.py", OPENENV_TOOLS) as url:
         arguments = {"url": url, "reset": {"number": 2}, "max_sessions": 4}
         for episode in await play(openenv.episode.with_arguments(arguments), host, size=3):
@@ -394,4 +394,4 @@ async def test_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
 async def test_environment_of_openenv_that_raises_gives_no_reward(openenv_url: str) -> None:
     game = openenv.episode.with_arguments({"url": openenv_url})
     with pytest.raises(RequestError, match=r"openenv: step: ouch"):
-        await play(game, Scripted(lambda seen: '{"number": -1}'))
+        await play(game, Scripted(lambda observed: '{"number": -1}'))

@@ -106,8 +106,8 @@ class Answer:
             if chunk.end is not None:
                 self.last = chunk
 
-        def moved(server: str, why: str) -> None:
-            raise AssertionError(f"it left {server}: {why}")
+        def moved(server: str, reason: str) -> None:
+            raise AssertionError(f"it left {server}: {reason}")
 
         await router.generate(
             Generation(name, name, self.prompt, Sampling(), num_tokens, ()),
@@ -181,12 +181,11 @@ class Parts:
     async def sync(self, settings: WeightsSettings) -> SyncResult:
         self.started.num += 1
         way = publisher(settings, self.learner, self.folder)
-        begun = time.monotonic()
+        start_s = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
         came = await Served(self.router).sync(published, timeout_s=TIMEOUT_S)
-        print(
-            f"by {settings.transport}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}"
-        )
+        took_s = time.monotonic() - start_s
+        print(f"by {settings.transport}: {took_s:.2f} s, of them {came.seconds:.2f}")
         return came
 
     async def step(self) -> None:
@@ -280,8 +279,8 @@ async def test_engine_has_what_the_learner_has_whichever_way(
         answers = await answers_over(near.router, partial(near.sync, GROUP))
         cuts = [answer.until(near.version) for answer in answers]
         differ = [await answer.mismatch(server) for answer in answers]
-        earlier = most(single[:cut] for single, cut in zip(differ, cuts, strict=True))
-        later = most(single[cut:] for single, cut in zip(differ, cuts, strict=True))
+        earlier = largest(single[:cut] for single, cut in zip(differ, cuts, strict=True))
+        later = largest(single[cut:] for single, cut in zip(differ, cuts, strict=True))
         assert earlier > 1e-2, "these were sampled by the last weights"
         assert later < 1e-3
         assert near.states() == ["healthy"]
@@ -365,7 +364,7 @@ for size in (5, 1000, 32769, 100003):
 """
 
 
-def most(differences: Iterable[NDArray[np.float64]]) -> float:
+def largest(differences: Iterable[NDArray[np.float64]]) -> float:
     """The largest in any answer: one that repeats itself is sure of it under all weights."""
     return max(float(single.max()) for single in differences)
 
@@ -441,7 +440,7 @@ async def test_running_turns_continue_with_the_new_weights(
         )
         assert by_old[:cut].max() < 1e-3
         assert by_new[cut:].max() < 1e-3
-    assert most(single[cut : cut + 10] for single, cut in zip(old, cuts, strict=True)) > 1e-3
+    assert largest(single[cut : cut + 10] for single, cut in zip(old, cuts, strict=True)) > 1e-3
 
 
 def send(process: ServerProcess, number: signal.Signals) -> None:

@@ -37,7 +37,9 @@ def in_turn(*messages: Any) -> Any:
     """Return a script that says one message after the other."""
 
     def play(past: Sequence[agentloop.Message]) -> agentloop.Message | str:
-        message: agentloop.Message | str = messages[sum(one["role"] == "assistant" for one in past)]
+        message: agentloop.Message | str = messages[
+            sum(single["role"] == "assistant" for single in past)
+        ]
         return message
 
     return play
@@ -101,9 +103,9 @@ async def test_teacher_is_understood_and_wins_sometimes(pool: Pool, tmp_path: Pa
         for seed in range(20)
         for task in [some_task(1, seed)]
     ]
-    assert 0 < sum(one.reward.value or 0 for one in played) < 20
+    assert 0 < sum(single.reward.value or 0 for single in played) < 20
     file = tmp_path / "dialogues.jsonl"
-    file.write_bytes(b"".join(orjson.dumps(one.dialogues[0]) + b"\n" for one in played))
+    file.write_bytes(b"".join(orjson.dumps(single.dialogues[0]) + b"\n" for single in played))
     chat = ChatFormat.load(SMALL)
     for dialogue in read_dialogues(DialoguesSettings(paths=[file])):
         trajectories_of(chat, dialogue, max_tool_response_tokens=256)

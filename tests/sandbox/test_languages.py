@@ -150,8 +150,8 @@ def test_failure_before_the_program_is_the_sandboxes() -> None:
 async def test_address_space_of_other_programs_is_not_limited(pool: Pool) -> None:
     limit = "ulimit -v; ulimit -Hv"
     assert (await pool.run(limit, language="bash")).stdout == "unlimited\nunlimited\n"
-    own = await pool.run("import resource\nprint(*resource.getrlimit(resource.RLIMIT_AS))")
-    soft, hard = map(int, own.stdout.split())
+    limits = await pool.run("import resource\nprint(*resource.getrlimit(resource.RLIMIT_AS))")
+    soft, hard = map(int, limits.stdout.split())
     assert 0 < soft < hard
     async with pool.session() as session:
         first = await session.run("import resource\nresource.getrlimit(resource.RLIMIT_AS)")

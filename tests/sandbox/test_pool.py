@@ -50,10 +50,10 @@ def endless_before(moment: float) -> str:
     return f"import os, time\nwhile os.stat('.').st_mtime < {moment!r}: time.sleep(0.01)"
 
 
-def started_since(others: set[int]) -> set[int]:
+def started_since(earlier: set[int]) -> set[int]:
     """Return the processes of workers started since `others`, the children of this process
     then. Those of an existing pool come and go meanwhile."""
-    outers = set(children(os.getpid())) - others
+    outers = set(children(os.getpid())) - earlier
     return outers.union(*map(descendants, outers))
 
 
@@ -261,12 +261,12 @@ async def test_too_large_is_refused_as_the_programs_fault(
 async def test_many_at_once_each_its_own_answer(pool: Pool) -> None:
     answers: dict[int, str | None] = {}
 
-    async def one(n: int) -> None:
+    async def double(n: int) -> None:
         answers[n] = (await pool.run(f"{n} * 2")).result
 
     async with anyio.create_task_group() as group:
         for n in range(200):
-            group.start_soon(one, n)
+            group.start_soon(double, n)
     assert answers == {n: str(2 * n) for n in range(200)}
     assert pool.stats()["busy"] == 0
 
@@ -899,15 +899,16 @@ async def test_session_keeps_its_seed(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"code": b"1"}, {"code": ["1"]}, {"code": "1", "stdin": b""},
+    "arguments", [{"code": b"1"}, {"code": ["1"]}, {"code": "1", "stdin": b""},
               {"code": "1", "timeout_s": 0}, {"code": "1", "timeout_s": 1e20},
               *({"code": "1", "timeout_s": s} for s in (-1.0, float("nan"), float("inf")))]
 )  # fmt: skip
 async def test_invalid_calls_are_refused_and_take_no_slot(
-    pool: Pool, given: dict[str, Any]
+    pool: Pool, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises((TypeError, ValueError), match="timeout_s" if "timeout_s" in given else ""):
-        await pool.run(**given)
+    named = "timeout_s" if "timeout_s" in arguments else ""
+    with pytest.raises((TypeError, ValueError), match=named):
+        await pool.run(**arguments)
     assert pool.stats()["busy"] == 0
 
 

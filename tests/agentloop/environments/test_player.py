@@ -36,7 +36,7 @@ from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Message, StopReason, ToolCallStatus, Trajectory, TurnEnd
-from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, saying
 from tests.agentloop.rollouts.test_player import TASK, Model, run
 from tests.rollouts import records_of, reward_in
 from tests.support import chat_format
@@ -56,7 +56,7 @@ def calls(*requests: tuple[str, str, str], text: str = "") -> Answer:
         {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
         for key, name, arguments in requests
     ]
-    return said(text, "tool_calls", tool_calls=made)
+    return saying(text, "tool_calls", tool_calls=made)
 
 
 def endpoint(fake: FakeEndpoint, **options: Any) -> Endpoint:
@@ -87,7 +87,7 @@ def played_by(player: Any, **options: Any) -> tuple[Environment, list[Trajectory
 
 async def test_endpoint_plays_an_agent_with_tools() -> None:
     first = calls(("c1", "double", '{"number": 21}'), text="<think>Hm.</think>Let me see.")
-    async with FakeEndpoint(deque([first, said("It is 42.")])).serving() as fake:
+    async with FakeEndpoint(deque([first, saying("It is 42.")])).serving() as fake:
         against, result = played_by(endpoint(fake), tools=[double], system="Be brief.")
         (episode,) = await run(against, size=1)
     (trajectory,) = result
@@ -151,7 +151,7 @@ async def test_endpoint_converses_message_by_message() -> None:
         assert talk.trajectory is not None
         return float(talk.trajectory.stop_reason is StopReason.TURN_BUDGET)
 
-    script = deque(said(str(number)) for number in range(3))
+    script = deque(saying(str(number)) for number in range(3))
     async with FakeEndpoint(script).serving() as fake:
         player = EnvironmentPlayer(game, Model(), sampling=Sampling())
         (episode,) = await records_of(player, TASK, budget=Budget(max_turns=3))
@@ -163,7 +163,7 @@ async def test_endpoint_converses_message_by_message() -> None:
 
 async def test_mistakes_in_calls_are_the_players_own() -> None:
     mistakes = calls(("a", "double", "{"), ("b", "halve", "{}"), ("c", "double", '{"number": "x"}'))
-    async with FakeEndpoint(deque([mistakes, said("I see.")])).serving() as fake:
+    async with FakeEndpoint(deque([mistakes, saying("I see.")])).serving() as fake:
         against, result = played_by(endpoint(fake), tools=[double])
         (episode,) = await run(against, size=1)
     (trajectory,) = result
@@ -271,7 +271,7 @@ async def test_player_must_be_one() -> None:
 async def test_limit_of_tokens_is_that_of_a_message(
     options: dict[str, Any], limit: int | None, sent: dict[str, int]
 ) -> None:
-    async with FakeEndpoint(deque([said("It is", "length")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("It is", "length")])).serving() as fake:
         against, result = played_by(endpoint(fake, options=options), max_tokens=limit)
         await run(against, size=1)
     assert {name: fake.requests[0][name] for name in fake.requests[0] if "tokens" in name} == sent
@@ -397,7 +397,7 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
         return float(agent.id.endswith(".1"))
 
     events: list[Event] = []
-    answers = [calls(("c", "double", '{"number": 4}'), text="So"), said("8."), said("Yes.")]
+    answers = [calls(("c", "double", '{"number": 4}'), text="So"), saying("8."), saying("Yes.")]
     (path / "tasks.jsonl").write_text('{"problem": "Play.", "answer": "-"}\n')
     (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[path / "tasks.jsonl"]))
     async with FakeEndpoint(deque(answers * 2)).serving() as fake:

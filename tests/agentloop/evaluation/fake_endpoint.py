@@ -24,7 +24,7 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def said(content: str | None, finish: str = "stop", **more: Any) -> Answer:
+def saying(content: str | None, finish: str = "stop", **more: Any) -> Answer:
     message = {"role": "assistant", "content": content, **more}
     choice = {"index": 0, "message": message, "finish_reason": finish}
     return Answer(body={"choices": [choice], "usage": {"completion_tokens": 7}})
@@ -58,7 +58,7 @@ class FakeEndpoint:
     async def _complete(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         self.keys.append(request.headers.get("Authorization"))
-        answer = self.script.popleft() if self.script else said("It is \\boxed{1}.")
+        answer = self.script.popleft() if self.script else saying("It is \\boxed{1}.")
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:

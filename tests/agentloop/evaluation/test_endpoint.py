@@ -30,7 +30,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.metrics import RolloutFigures
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import StopReason, TurnEnd
-from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, saying
 from tests.rollouts import records_of
 from tests.support import eventually
 
@@ -102,7 +102,7 @@ async def test_conversation_is_sent_unchanged() -> None:
 
 
 async def test_answer_becomes_a_trajectory() -> None:
-    async with FakeEndpoint(deque([said("\\boxed{1}")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("\\boxed{1}")])).serving() as fake:
         ((sample),) = await sampled(fake)
     assert sample.trajectories[0].text == "\\boxed{1}"
     assert sample.trajectories[0].stop_reason is StopReason.ANSWERED
@@ -244,7 +244,7 @@ def test_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopReaso
 
 
 async def test_unknown_end_is_no_answer() -> None:
-    async with FakeEndpoint(deque([said("It is", "abort")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("It is", "abort")])).serving() as fake:
         (sample,) = await sampled(fake)
     assert sample.no_reward is NoReward.INFRASTRUCTURE
     (trajectory,) = sample.trajectories
@@ -253,7 +253,7 @@ async def test_unknown_end_is_no_answer() -> None:
 
 
 async def test_filtered_answer_is_scored_and_marked() -> None:
-    async with FakeEndpoint(deque([said("It", "content_filter")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("It", "content_filter")])).serving() as fake:
         (sample,) = await sampled(fake)
     assert sample.may_count
     assert sample.trajectories[0].turns[0].end is TurnEnd.FILTER

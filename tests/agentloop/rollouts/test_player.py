@@ -634,9 +634,9 @@ async def test_error_that_the_agent_causes_has_the_declared_reward() -> None:
     assert broken.no_reward is NoReward.ENVIRONMENT
 
 
-@pytest.mark.parametrize("given", ["turn", "text", "token", "short", "none", "other"])
+@pytest.mark.parametrize("bad_part", ["turn", "text", "token", "short", "none", "other"])
 @pytest.mark.parametrize("raises", [False, True])
-async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool) -> None:
+async def test_rewards_are_checked_however_rollout_ends(bad_part: str, raises: bool) -> None:
     @agentloop.environment(agent_errors={ValueError: -1.0})
     async def scores(task: Any, agent: Agent) -> float:
         trajectory = await agent.run("?")
@@ -646,7 +646,7 @@ async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool
         turn: Any = trajectory.turns[0]
         turn.reward, turn.token_rewards = np.float32(2), np.ones(1)
         if agent.id.endswith("0"):
-            match given:
+            match bad_part:
                 case "turn":
                     turn.reward = math.nan
                 case "text":
@@ -778,15 +778,17 @@ async def test_refused_conversation_takes_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
+    ("last_text", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
 )
 @pytest.mark.parametrize("gives", ["mapping", "number", "reward", "error"])
-async def test_answer_is_what_model_said_last(gives: str, said: str, answer: str | None) -> None:
+async def test_answer_is_what_model_said_last(
+    gives: str, last_text: str, answer: str | None
+) -> None:
     @agentloop.environment(agent_errors={ValueError: 0.0})
     async def asks(task: Any, agent: Agent) -> Any:
         last = await agent.run("?")
         first = await agent.run("!")
-        last.answer, first.answer = said, said and "something else"
+        last.answer, first.answer = last_text, last_text and "something else"
         first.elapsed_s, last.elapsed_s = 1.0, 2.0
         match gives:
             case "mapping":

@@ -140,15 +140,15 @@ async def test_retries_end_at_the_deadline(fake: FakeTeacher) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         None,
         [[None, 4, None], [-1.0, 5, None]],
         [[None, 4, None], *([None, n, None] for n in (5, 6, 7, 8))],
     ],
 )
-async def test_log_probabilities_of_other_ids_are_refused(told: Any) -> None:
-    fake = FakeTeacher(answer={"meta_info": {"input_token_logprobs": told}})
+async def test_log_probabilities_of_other_ids_are_refused(reported: Any) -> None:
+    fake = FakeTeacher(answer={"meta_info": {"input_token_logprobs": reported}})
     async with taught(fake) as teacher:
         with pytest.raises(ServerRefused, match="no log-probabilities of the given ids"):
             await teacher(MADE)

@@ -13,7 +13,7 @@ from agentloop.__main__ import main
 from tests.agentloop.cli import played
 from tests.agentloop.cli.played import SAID, server, settings_for
 from tests.agentloop.environments.test_player import calls
-from tests.agentloop.evaluation.fake_endpoint import FakeEndpoint, said
+from tests.agentloop.evaluation.fake_endpoint import FakeEndpoint, saying
 from tests.support import FakeSGLang
 
 HERE = "tests.agentloop.cli.played"
@@ -76,7 +76,7 @@ def test_endpoint_plays_with_the_tools_of_the_environment(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     guess = calls(("a", "guess", '{"number": 40}'), text="I try [40].")
-    answer = said("I give up.", reasoning_content="Too large.")
+    answer = saying("I give up.", reasoning_content="Too large.")
     with start_blocking_portal() as portal:
         fake = FakeEndpoint(deque([guess, answer]))
         with portal.wrap_async_context_manager(fake.serving()):

@@ -222,8 +222,8 @@ def serving(lock: Lock) -> AbstractAsyncContextManager[str]:
     return support.serving(app)
 
 
-def numbers(*said: str) -> Scripted:
-    return Scripted(lambda observed: said[(len(observed) - 1) // 2])
+def numbers(*answers: str) -> Scripted:
+    return Scripted(lambda observed: answers[(len(observed) - 1) // 2])
 
 
 async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:

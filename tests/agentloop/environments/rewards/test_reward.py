@@ -138,7 +138,7 @@ def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "answer"),
+    ("text", "stated", "answer"),
     [
         (r"\boxed{5}", "", None),  # cut off in a thought that the prompt has begun
         (r"It is \boxed{5}.<|im_end|>", r"It is \boxed{5}.", "5"),
@@ -147,9 +147,11 @@ def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
         (r"so \boxed{5} <answer>\boxed{6}</answer>", r"so \boxed{5} \boxed{6}", "6"),
     ],
 )
-def test_chat_format_tells_thoughts_from_the_rest(text: str, said: str, answer: str | None) -> None:
+def test_chat_format_tells_thoughts_from_the_rest(
+    text: str, stated: str, answer: str | None
+) -> None:
     turn = Turn(text=text, output_ids=[1, 2])
-    assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=said)) == answer
+    assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=stated)) == answer
 
 
 def test_printed_text_is_the_answer_of_a_program() -> None:
@@ -333,7 +335,7 @@ async def test_answer_that_hangs_math_verify_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer", "value", "why"),
+    ("gold", "answer", "value", "problem"),
     [
         ("g", "hangs", 0.0, "no result after 3 s (2 tries): the answer breaks the check"),
         ("g", "crashes", 0.0, "the process ended by SIGSEGV (2 tries): the answer breaks"),
@@ -346,14 +348,14 @@ async def test_answer_that_hangs_math_verify_is_wrong() -> None:
 )
 @pytest.mark.full
 async def test_failed_check_is_attributed_to_its_cause(
-    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
+    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, problem: str
 ) -> None:
     monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
         result = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
         assert (result.value, result.answer) == (value, answer)
-        assert why in result.reason
+        assert problem in result.reason
 
 
 @pytest.mark.full
@@ -467,7 +469,7 @@ async def test_other_parameters_are_refused_at_the_start(function: str, paramete
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "problem"),
     [
         ("raises", "KeyError: 'no such judge'"),
         ("verl_without_score", "a dict with 'score'"),
@@ -475,9 +477,9 @@ async def test_other_parameters_are_refused_at_the_start(function: str, paramete
         ("trl_of_a_column", "the task has no 'difficulty'"),
     ],
 )
-async def test_errors_name_the_line_of_the_function(function: str, why: str) -> None:
+async def test_errors_name_the_line_of_the_function(function: str, problem: str) -> None:
     async with scoring(function, retries=0) as grader:
-        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+        with pytest.raises(RewardError, match=re.escape(problem)) as caught:
             await grader.score(rollout("5"), task())
     first = getattr(reward_functions, function).__code__.co_firstlineno
     named = re.search(rf"\({re.escape(reward_functions.__file__)}:(\d+)\)$", str(caught.value))
@@ -486,7 +488,7 @@ async def test_errors_name_the_line_of_the_function(function: str, why: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "why"),
+    ("function", "answer", "problem"),
     [
         ("math", "72", None),
         ("math", r"\frac{1}{2}", None),
@@ -501,15 +503,15 @@ async def test_errors_name_the_line_of_the_function(function: str, why: str) -> 
     ],
 )
 async def test_references_that_no_answer_equals(
-    function: str, answer: str, why: str | None
+    function: str, answer: str, problem: str | None
 ) -> None:
     name = function if function in ("math", "exact") else f"{FUNCTIONS}:{function}"
     row = Task("1", "What?", answer, source_line="data.jsonl: line 3")
     for settings in (RewardSettings(function=name), RewardSettings(function=name, retries=0)):
-        if why is None:
+        if problem is None:
             await require_references(settings, [row])
         else:
-            with pytest.raises(DataError, match=rf"^data.jsonl: line 3: .*{re.escape(why)}"):
+            with pytest.raises(DataError, match=rf"^data.jsonl: line 3: .*{re.escape(problem)}"):
                 await require_references(settings, [row])
 
 
@@ -523,7 +525,7 @@ async def test_first_thousand_references_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "problem"),
     [
         ("raises", "reward_functions.py:41) (3 tries)"),
         ("crashes", "the process ended by SIGSEGV"),
@@ -533,9 +535,11 @@ async def test_first_thousand_references_are_checked() -> None:
     ],
 )
 @pytest.mark.full
-async def test_function_that_fails_is_an_error_and_never_a_reward(function: str, why: str) -> None:
+async def test_function_that_fails_is_an_error_and_never_a_reward(
+    function: str, problem: str
+) -> None:
     async with scoring(function, retries=2) as grader:
-        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+        with pytest.raises(RewardError, match=re.escape(problem)) as caught:
             await grader.score(rollout(), task())
         assert f"{FUNCTIONS}:{function}: task task-1: " in str(caught.value)
 
@@ -621,7 +625,7 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
 
 
 @pytest.mark.parametrize(
-    ("said", "value", "why"),
+    ("stated", "value", "problem"),
     [
         ({"score": 1.0}, 1.0, "countdown scores it 1"),
         ({"score": 0.99}, 0.0, "countdown scores it 0.99"),
@@ -641,15 +645,17 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
         (SandboxUnavailable("gone"), None, "SandboxUnavailable: gone (2 tries)"),
     ],
 )  # fmt: skip
-async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
+async def test_puzzles_are_scored_in_the_sandbox(
+    stated: Said, value: float | None, problem: str
+) -> None:
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
-    pool = scoring_pool(said, said)
+    pool = scoring_pool(stated, stated)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
         )
     assert (result.value, result.answer) == (value, "1+1")
-    assert why in result.reason
+    assert problem in result.reason
     assert json.loads(pool.asked[0][1]) | {"mark": ""} == {
         "puzzle": PUZZLE,
         "answer": "1+1",
@@ -657,15 +663,15 @@ async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None
     }
 
 
-@pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
-async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(how: CallStatus) -> None:
-    pool = scoring_pool(how, how, gets_far=False)
+@pytest.mark.parametrize("ending", [status for status in CallStatus if status is not CallStatus.OK])
+async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(ending: CallStatus) -> None:
+    pool = scoring_pool(ending, ending, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
         )
     assert (result.value, result.answer) == (None, "1+1")
-    assert f"the sandbox call ended with status {how}: no luck (2 tries)" in result.reason
+    assert f"the sandbox call ended with status {ending}: no luck (2 tries)" in result.reason
 
 
 async def test_scorer_that_was_slow_once_has_a_second_try() -> None:

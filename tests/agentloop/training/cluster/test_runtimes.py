@@ -146,7 +146,7 @@ async def test_groups_of_a_lost_runtime_go_to_another(folder: Path) -> None:
     first, two, stated = Player("one"), Player("two"), list[str]()
     first.gate, two.capacity = anyio.Event(), anyio.Event()
     actual: dict[str, RolledOut] = {}
-    async with playing(first, two, said=stated) as runtimes:
+    async with playing(first, two, log=stated) as runtimes:
         result = await synced(runtimes, folder)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(groups, runtimes, "1", "2", "3", actual=actual))
@@ -169,7 +169,7 @@ async def test_runtime_leaves_its_node_when_its_groups_are_complete(folder: Path
     first, two, lines = Player("one"), Player("two"), list[str]()
     first.gate, two.capacity = anyio.Event(), anyio.Event()
     actual: dict[str, RolledOut] = {}
-    async with playing(first, two, max_restarts=0, said=lines) as runtimes:
+    async with playing(first, two, max_restarts=0, log=lines) as runtimes:
         result = await synced(runtimes, folder)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(groups, runtimes, "1", "2", actual=actual))
@@ -254,7 +254,7 @@ async def test_runtime_that_cannot_start_the_first_time_ends_the_run() -> None:
 
 async def test_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None:
     player, stated = Player("one"), list[str]()
-    async with playing(player, said=stated) as runtimes:
+    async with playing(player, log=stated) as runtimes:
         result = await synced(runtimes, folder)
         player.gate = anyio.Event()
         actual: dict[str, RolledOut] = {}
@@ -274,7 +274,7 @@ async def test_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None
 async def test_runtimes_are_given_up_one_by_one(folder: Path) -> None:
     first, two, stated = Player("one"), Player("two"), list[str]()
     with pytest.raises(ServerError, match="no runtime is left: two: it was"):  # noqa: PT012
-        async with playing(first, two, max_restarts=0, said=stated) as runtimes:
+        async with playing(first, two, max_restarts=0, log=stated) as runtimes:
             await synced(runtimes, folder)
             first.actors[0].kill()
             await eventually(lambda: "one is given up: it was killed" in stated)
@@ -387,7 +387,7 @@ async def test_group_sampled_with_unknown_weights_goes_to_another_runtime(
 async def test_runtime_with_other_weights_than_the_others_starts_again(folder: Path) -> None:
     first, two, odd, stated = Player("one"), Player("two"), Player("odd"), list[str]()
     odd.checksum = "another"
-    async with playing(first, two, odd, said=stated) as runtimes:
+    async with playing(first, two, odd, log=stated) as runtimes:
         came = await synced(runtimes, folder)
         assert came.failed == {"odd": "its weights differ: another"}
         await groups(runtimes, "1", "2", "3", "4")

@@ -187,14 +187,14 @@ async def test_step_without_a_checkpoint_is_refused_and_changes_nothing(tmp_path
 # --- a run that is resumed -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["disk", "broadcast", "elsewhere"])
+@pytest.mark.parametrize("case", ["disk", "broadcast", "elsewhere"])
 @pytest.mark.parametrize("num_steps", [2, 3, 4])  # to below where it was, to there, and beyond
 async def test_undone_weights_are_no_longer_the_model_of_the_run(
-    tmp_path: Path, how: str, num_steps: int
+    tmp_path: Path, case: str, num_steps: int
 ) -> None:
-    folder = tmp_path / "elsewhere" if how == "elsewhere" else None
+    folder = tmp_path / "elsewhere" if case == "elsewhere" else None
     weights = WeightsSettings(
-        transport="broadcast" if how == "broadcast" else "disk", folder=folder
+        transport="broadcast" if case == "broadcast" else "disk", folder=folder
     )
     settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1, "evaluate_every": 0}
     _, _, run = await run_loop(tmp_path, learner=MarkedLearner("first"), steps=3, **settings)

@@ -82,9 +82,9 @@ class Look:
         yield run
 
 
-def rolled_out(chat: ChatFormat, said: Sequence[str], tool: Any) -> Trajectory:
+def rolled_out(chat: ChatFormat, stated: Sequence[str], tool: Any) -> Trajectory:
     """Run a rollout in which the model samples these texts, one per turn."""
-    turns = [chunks(written(chat, text + END)) for text in said]
+    turns = [chunks(written(chat, text + END)) for text in stated]
     rollout = Rollout(engine=ScriptedEngine(*turns), chat=chat, messages=[USER], tools=[tool])
     return anyio.run(rollout.run)
 
@@ -281,7 +281,7 @@ def of(*messages: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "stated"),
     [
         ("{", "line 3: not JSON"),
         (["a"], "line 3: expected an object"),
@@ -317,7 +317,7 @@ def of(*messages: Any) -> dict[str, Any]:
          "messages[1].function_call.arguments: expected an object or its JSON text"),
     ],
 )  # fmt: skip
-def test_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
+def test_bad_line_is_named(tmp_path: Path, row: Any, stated: str) -> None:
     path = tmp_path / "dialogues.jsonl"
     good = json.dumps({"messages": [USER, ANSWER]})
     bad = row if isinstance(row, str) else json.dumps(row)
@@ -325,7 +325,7 @@ def test_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
     with pytest.raises(DataError) as error:
         read_samples(FAKE, DialoguesSettings(paths=[path]), max_tokens=1000)
     assert f"{path}: line 3" in str(error.value)
-    assert said in str(error.value)
+    assert stated in str(error.value)
 
 
 def test_samples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -418,14 +418,17 @@ SETTINGS = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0, checkp
 
 
 async def tune(
-    folder: RunFolder, learner: PlayedLearner, said: RecordedProgress | None = None, **changed: Any
+    folder: RunFolder,
+    learner: PlayedLearner,
+    stated: RecordedProgress | None = None,
+    **changed: Any,
 ) -> Path:
     samples = changed.pop("samples", SAMPLES)
     emit = changed.pop("emit", ignore)
     settings = SETTINGS.model_copy(update=changed)
     plan = FineTuningPlan(settings, samples, folder)
     return await fine_tune(
-        plan, learner, report=said or RecordedProgress(), max_restarts=1, emit=emit
+        plan, learner, report=stated or RecordedProgress(), max_restarts=1, emit=emit
     )
 
 
