@@ -60,9 +60,7 @@ async def reward(pool: Pool, task: Task, *messages: Any, **arguments: Any) -> fl
 
 @pytest.mark.parametrize("computers", [False, True])
 @pytest.mark.parametrize("level", [1, 3, 6])
-async def test_only_a_mended_repository_is_rewarded(
-    pool: Pool, level: int, computers: bool
-) -> None:
+async def test_only_mended_repository_is_rewarded(pool: Pool, level: int, computers: bool) -> None:
     task = some_task(level, seed=level)
     arguments = {"level": level, "computers": computers}
     assert len(task.faults) == (level + 1) // 2

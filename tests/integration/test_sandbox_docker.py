@@ -340,9 +340,7 @@ async def test_processes_that_sessions_leave_take_no_others_place(pool: Pool) ->
             assert (await pool.run(need)).ok
 
 
-async def test_killed_container_is_replaced_and_its_call_runs_again(
-    engine: aiodocker.Docker,
-) -> None:
+async def test_killed_container_is_replaced_and_call_runs_again(engine: aiodocker.Docker) -> None:
     async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
         results = []
         code = f"{endless_before(time.time())}\nprint('done')"

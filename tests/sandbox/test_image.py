@@ -97,9 +97,7 @@ def only_local_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(60)
 @pytest.mark.full
-async def test_added_packages_use_the_pinned_versions(
-    only_local_wheels: Path, tmp_path: Path
-) -> None:
+async def test_added_packages_use_pinned_versions(only_local_wheels: Path, tmp_path: Path) -> None:
     await build._fetch(PYTHON, ["beta"], tmp_path)
     result = sorted(path.name for path in (tmp_path / "site").iterdir())
     assert result == ["alpha", "alpha-1.0.dist-info", "beta", "beta-1.0.dist-info"]

@@ -327,9 +327,7 @@ async def test_worker_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(workers)
 
 
-async def test_without_a_waiting_room_free_slots_still_serve(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_waiting_room_free_slots_still_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.calls.Calls.MAX_WAITING", 0)
     async with Pool(BARE.model_copy(update={"workers": 1})) as pool:
         assert (await pool.run("1")).ok
@@ -594,9 +592,7 @@ def change_workers(monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: 
     monkeypatch.setattr(backend, "_read_worker", lambda: sources)
 
 
-async def test_call_that_kills_its_zygote_is_judged_by_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_call_that_kills_zygote_is_judged_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a zygote if nothing else is left in the cgroup to end."""
     verdict = "    def oom_verdict(self) -> str | None:\n"
     change_workers(monkeypatch, "counters", verdict, f"{verdict}        return 'oom'\n")
@@ -611,9 +607,7 @@ async def test_call_that_kills_its_zygote_is_judged_by_memory(
         assert pool.stats()["lost"] == 0
 
 
-async def test_time_of_a_program_counts_from_when_it_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_time_of_program_counts_from_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     break_children(monkeypatch, "time.sleep(0.7)")
     async with Pool(BARE.model_copy(update={"workers": 8})) as pool:
         async with anyio.create_task_group() as group:

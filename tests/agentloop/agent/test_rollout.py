@@ -371,9 +371,7 @@ async def test_no_turn_starts_without_budget_for_a_token() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=8), st.booleans())
-async def test_stop_sequence_ends_a_turn_at_its_last_token(
-    cuts: list[int], with_text: bool
-) -> None:
+async def test_stop_sequence_ends_turn_at_its_last_token(cuts: list[int], with_text: bool) -> None:
     ids = written(CHAT, f"hello world, what STOP hello{END}")
     num = next(n for n in range(len(ids)) if "STOP" in CHAT.decode(ids[:n]))
     engine = ScriptedEngine([*chunks(ids, [min(cut, len(ids)) for cut in cuts])])
@@ -452,9 +450,7 @@ async def test_single_call_leaves_a_finished_turn_unchanged() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=8), limit=st.sampled_from([None, 1, 2, 3]))
-async def test_calls_beyond_the_limit_of_a_turn_are_ignored(
-    cuts: list[int], limit: int | None
-) -> None:
+async def test_calls_beyond_limit_of_a_turn_are_ignored(cuts: list[int], limit: int | None) -> None:
     """Their text stays, as the model wrote it, but they neither run nor get a response."""
     broken = "<tool_call>\n{broken\n</tool_call>"
     written_calls = [call_text("echo", {"text": "a"}), broken, call_text("echo", {"text": "c"})]

@@ -124,9 +124,7 @@ def test_missing_samples_are_reported_and_only_they_are_resumed(
     assert len(fake.requests) == num_requests + 3  # nobody was asked
 
 
-def test_resumed_run_keeps_the_model_that_was_discovered(
-    fake: FakeEndpoint, finished: Path
-) -> None:
+def test_resumed_run_keeps_model_that_was_discovered(fake: FakeEndpoint, finished: Path) -> None:
     fake.models = ["another"]
     assert main(["--resume", str(finished), "evaluate.num_samples=5"]) == 0
     assert fake.requests[-1]["model"] == "fake"

@@ -1139,9 +1139,7 @@ def test_task_function_must_be_sync_and_take_known_parameters() -> None:
         ({"agent_errors": ValueError}, "agent_errors: expected a mapping such as .*, not type"),
     ],
 )
-def test_argument_of_the_decorator_that_cannot_be_right_is_named(
-    options: Any, problem: str
-) -> None:
+def test_argument_of_decorator_that_cannot_be_right_is_named(options: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^environment: {problem}"):
         agentloop.environment(**options)(maze.function)
 

@@ -377,9 +377,7 @@ async def test_failing_teacher_leaves_no_reward_instead_of_zero() -> None:
     assert [row.advantage for row in result.rows] == [0.75, None]
 
 
-async def test_teacher_that_fails_on_a_whole_group_is_an_outage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_teacher_that_fails_on_whole_group_is_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
     group, judge = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)]), Judge({"a", "b"})
     with pytest.raises(ServerError, match=r"lost 5 times in a row: .*the teacher did not answer"):

@@ -147,9 +147,7 @@ def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
         (r"so \boxed{5} <answer>\boxed{6}</answer>", r"so \boxed{5} \boxed{6}", "6"),
     ],
 )
-def test_chat_format_tells_thoughts_from_the_rest(
-    text: str, stated: str, answer: str | None
-) -> None:
+def test_chat_format_tells_thoughts_from_rest(text: str, stated: str, answer: str | None) -> None:
     turn = Turn(text=text, output_ids=[1, 2])
     assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=stated)) == answer
 
@@ -535,9 +533,7 @@ async def test_first_thousand_references_are_checked() -> None:
     ],
 )
 @pytest.mark.full
-async def test_function_that_fails_is_an_error_and_never_a_reward(
-    function: str, problem: str
-) -> None:
+async def test_function_that_fails_is_error_and_never_a_reward(function: str, problem: str) -> None:
     async with scoring(function, retries=2) as grader:
         with pytest.raises(RewardError, match=re.escape(problem)) as caught:
             await grader.score(rollout(), task())

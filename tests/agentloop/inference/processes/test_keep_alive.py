@@ -107,9 +107,7 @@ async def test_server_that_was_retired_stays_dead() -> None:
     assert process.num_starts == 0
 
 
-async def test_last_server_given_up_is_an_error_with_its_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_last_server_given_up_is_error_with_its_log(caplog: pytest.LogCaptureFixture) -> None:
     a, b, clients = Process("a"), Process("b"), RecordedClients()
     a.die("killed")
     b.die("exit status 7\nout of memory")

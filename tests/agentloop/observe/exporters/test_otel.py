@@ -373,9 +373,7 @@ async def test_refused_traces_are_counted_and_logged(
     assert "dropped 2 (3 in total)" in later
 
 
-async def test_unavailable_collector_does_not_block_the_loop(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_unavailable_collector_does_not_block_loop(caplog: pytest.LogCaptureFixture) -> None:
     async with Collector().serving() as collector:
         away = settings(collector)
     async with ImpatientTraces.open(away, model="small") as traces:

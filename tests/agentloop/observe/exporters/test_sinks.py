@@ -152,9 +152,7 @@ async def test_failing_sink_is_retried_with_the_next_row(
 
 
 @pytest.mark.parametrize(("at", "num_dropped"), [("start", 2), ("log", 2), ("close", 0)])
-async def test_hanging_sink_does_not_delay_the_end(
-    at: str, num_dropped: int, tmp_path: Path
-) -> None:
+async def test_hanging_sink_does_not_delay_end(at: str, num_dropped: int, tmp_path: Path) -> None:
     hangs, healthy = Fake(at), Fake()
     with anyio.fail_after(patient(15)):
         async with open_sinks(tmp_path, hangs, healthy, ImpatientSinks) as sinks:

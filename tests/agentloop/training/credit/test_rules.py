@@ -112,9 +112,7 @@ def test_all_tokens_of_a_rollout_have_its_advantage(name: str) -> None:
         ("per_turn", "grpo", "group"),
     ],
 )
-def test_rules_name_the_learners_objective_and_mean(
-    name: str, objective: str, aggregate: str
-) -> None:
+def test_rules_name_learners_objective_and_mean(name: str, objective: str, aggregate: str) -> None:
     rule = CreditSettings(name=name).rule
     assert (rule.objective, rule.aggregate) == (objective, aggregate)
 

@@ -359,9 +359,7 @@ async def test_requests_wait_for_a_learner_that_is_starting(tmp_path: Path) -> N
     assert all(map(is_gone, pids))
 
 
-async def test_start_that_fails_ends_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_start_that_fails_ends_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = kept(tmp_path)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
     with anyio.fail_after(patient(50)), pytest.raises(LearnerLost, match="exit status 7"):

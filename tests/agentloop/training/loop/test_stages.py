@@ -120,11 +120,7 @@ class RefusingRollouts(FakeRollouts):
 async def test_invalid_task_is_skipped(tmp_path: Path) -> None:
     report = RecordedProgress()
     learner, _, run = await run_loop(
-        tmp_path,
-        run_group=RefusingRollouts(),
-        report=report,
-        steps=1,
-        evaluate_every=0,
+        tmp_path, run_group=RefusingRollouts(), report=report, steps=1, evaluate_every=0
     )
     assert len(learner.batches[0]["lengths"]) == 8
     assert len(recorded_rows(run, [2, 3])) == 16

@@ -392,9 +392,7 @@ async def test_save_waits_for_the_current_step(tmp_path: Path) -> None:
     assert saves[0] == {"step": 1, "version": 1}
 
 
-async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
-    tmp_path: Path,
-) -> None:
+async def test_cancelled_save_does_not_interrupt_the_recovery_of_learner(tmp_path: Path) -> None:
     """This holds even if the learner is lost at that moment and has to repeat steps."""
     uninterrupted, *_ = await run_loop(tmp_path / "whole", steps=4, evaluate_every=0)
     run_group = GatedRollouts()

@@ -307,9 +307,7 @@ async def test_reader_on_the_page_does_not_delay_a_runs_end(tmp_path: Path) -> N
         ("is drained", "drained", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
-async def test_page_shows_how_the_run_ended(
-    tmp_path: Path, ending: str, state: str, text: str
-) -> None:
+async def test_page_shows_how_run_ended(tmp_path: Path, ending: str, state: str, text: str) -> None:
     last: list[dict[str, Any]] = []
 
     async def read(url: str, *, task_status: anyio.abc.TaskStatus[None]) -> None:

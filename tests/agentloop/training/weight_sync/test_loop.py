@@ -74,9 +74,7 @@ async def test_restarted_server_gets_the_weights_while_rollouts_wait(tmp_path: P
     assert len(learner.batches) == 1
 
 
-async def test_learner_lost_while_sending_to_a_restarted_server_is_restarted(
-    tmp_path: Path,
-) -> None:
+async def test_learner_lost_while_sending_to_restarted_server_is_restarted(tmp_path: Path) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
 
     class LostToo(LostLearner):
