@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 
 import agentloop
 from agentloop import sandbox
+from tests.commands import run_python
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "agentloop" / "environments" / "examples"
@@ -297,9 +297,7 @@ def test_rules_see_imports_wherever_they_stand() -> None:
 
 def test_importing_the_package_is_light() -> None:
     program = f"import sys, agentloop; print([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = run_python("-c", program, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
 
@@ -325,15 +323,7 @@ def test_clone_without_symbolic_links_has_all_packages(tmp_path: Path) -> None:
         "from agentloop.config import is_recipe; assert is_recipe('small'); "
         "print(agentloop.sandbox.__file__)"
     )
-    imported = subprocess.run(
-        [sys.executable, "-P", "-c", imports],
-        cwd=clone,
-        env={**os.environ, "PYTHONPATH": str(clone)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert imported.returncode == 0, imported.stderr
+    imported = run_python("-P", "-c", imports, env={"PYTHONPATH": str(clone)}, cwd=clone)
     assert imported.stdout.startswith(str(clone))
 
 

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,6 +41,7 @@ from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
+from tests.commands import run_python
 from tests.patience import patient
 from tests.support import eventually, spans_cover
 
@@ -331,12 +330,7 @@ def test_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
     file = Path(result.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
     if not file.exists():
         pytest.fail(f"{file} is gone: checksums.VERSIONS knows another SGLang")
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, str(file)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=patient(300), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", KERNEL, str(file), env={"TRITON_INTERPRET": "1"}, timeout_s=300)
     for line in done.stdout.splitlines():
         size, expected = map(int, line.split())
         data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)

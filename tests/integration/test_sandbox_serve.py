@@ -17,6 +17,7 @@ import pytest
 
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.sandbox.container import LABEL
+from tests.commands import run_python
 from tests.integration.conftest import need
 from tests.integration.test_openapi import TOKEN, schemathesis
 from tests.patience import patient
@@ -104,10 +105,6 @@ def test_invalid_settings_are_reported(docker_engine: None) -> None:
             ("pool.engines=unix:///nowhere", "no Docker Engine responds"),
             ("prot=1", "unrecognized arguments: --prot=1"),
         ]:
-            done = subprocess.run(
-                [sys.executable, "-m", "agentloop.sandbox.serve", wrong],
-                capture_output=True, text=True, timeout=patient(120), check=False,
-            )  # fmt: skip
-            assert done.returncode == 2
+            done = run_python("-m", "agentloop.sandbox.serve", wrong, timeout_s=120, status=2)
             assert says in done.stderr
             assert "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from agentloop.trajectory import Trajectory
+from tests.commands import run_python
 from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -178,11 +179,7 @@ def test_sigterm_ends_it_and_leaves_no_container(docker_engine: None, sglang_url
 
 
 def test_another_address_needs_a_token() -> None:
-    command = [sys.executable, "-m", "agentloop.serve", "serve.host=0.0.0.0"]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=patient(120), check=False
-    )
-    assert ended.returncode == 2
+    ended = run_python("-m", "agentloop.serve", "serve.host=0.0.0.0", status=2)
     assert "serve.token" in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -220,10 +217,7 @@ def test_session_is_recorded_shown_scored_and_exported(
     assert rows[1]["parent"] == rows[0]["trajectory"]["id"]
 
     def agentloop(*arguments: str | Path) -> str:
-        command = [sys.executable, "-m", "agentloop", *map(str, arguments)]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=patient(120)
-        ).stdout
+        return run_python("-m", "agentloop", *arguments).stdout
 
     tasks.write_text(json.dumps({"problem": QUESTION[0]["content"], "answer": "1776"}))
     assert "2 conversations scored, mean reward 1.000" in agentloop(

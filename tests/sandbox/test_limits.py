@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from agentloop.sandbox.link import SPARE_BYTES, Link
 from agentloop.sandbox.settings import OutputLimits
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
+from tests.commands import OUR_PATH, run_python
 from tests.patience import patient
 from tests.sandbox.conftest import BARE, SINGLE
 from tests.sandbox.test_pool import runs, wait_until
@@ -475,23 +474,14 @@ print(len(refusals), len([*home.iterdir()]))
 
 
 def test_directory_is_emptied_once_the_limit_on_processes_allows_it(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    command = [sys.executable, "-c", FORKS_LATE, str(tmp_path)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=patient(50))
-    assert done.stdout.split() == [b"0", b"0"]
+    done = run_python("-c", FORKS_LATE, tmp_path, env=OUR_PATH)
+    assert done.stdout.split() == ["0", "0"]
 
 
 @needs_root
 def test_call_can_not_stop_who_kills_it() -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", STRIKES_BACK],
-        env=env,
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=patient(50),
-    )
-    assert done.stdout == b"alive (0, 0, 0)\n"
+    done = run_python("-c", STRIKES_BACK, env=OUR_PATH)
+    assert done.stdout == "alive (0, 0, 0)\n"
 
 
 def test_link_in_place_of_a_directory_is_not_followed(

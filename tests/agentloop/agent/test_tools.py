@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,6 +30,7 @@ from agentloop.agent.tools import (
 )
 from agentloop.errors import RequestError
 from agentloop.trajectory import ToolCallStatus
+from tests.commands import run_python
 from tests.fakes import Unprintable
 from tests.patience import patient
 from tests.support import eventually
@@ -528,9 +528,7 @@ def test_first_function_imports_nothing_slow_once_the_parser_is_imported() -> No
         "late = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(late & {'transformers'} or 'torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", program)
     assert done.stdout.strip() == "False"
 
 

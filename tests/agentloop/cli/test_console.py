@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -38,8 +37,8 @@ from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run.status import RunStatus
+from tests.commands import OUR_PATH, run_python
 from tests.fakes import Unprintable
-from tests.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -332,12 +331,8 @@ async def hangs(task, agent):
 )
 def test_signal_ends_a_command_whose_tasks_are_slow(tmp_path: Path, command: str) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    arguments = [sys.executable, "-m", "agentloop", *command.split(), 'servers=["http://[::1]:1"]']
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    ended = subprocess.run(
-        arguments, cwd=tmp_path, env=env, timeout=patient(100), capture_output=True
-    )
-    assert ended.returncode == 143, ended.stderr.decode()
+    arguments = ["-m", "agentloop", *command.split(), 'servers=["http://[::1]:1"]']
+    run_python(*arguments, cwd=tmp_path, env=OUR_PATH, timeout_s=100, status=143)
 
 
 def test_errors_of_several_tasks_are_printed_once_each(capsys: pytest.CaptureFixture[str]) -> None:
