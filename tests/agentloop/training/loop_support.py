@@ -56,6 +56,9 @@ from tests.fakes import RecordedProgress
 from tests.rollouts import GroupPlayer
 from tests.support import FakeSGLang
 
+USUAL: dict[str, Any] = {
+    "prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4, "evaluate_every": 0
+}  # fmt: skip
 ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
 
 
@@ -179,9 +182,7 @@ async def run_loop(
         ):
             report = report or RecordedProgress()
             context = RunContext(
-                LoopSettings(
-                    **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
-                ),
+                LoopSettings(**USUAL | settings),
                 tasks,
                 Rollouts(
                     GroupRunner(GroupPlayer(run_group), grader, emit=emit),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_run_without_steps_only_evaluates(tmp_path: Path) -> None:
-    learner, run_group, run = await run_loop(tmp_path, steps=0, evaluate_every=0)
+    learner, run_group, run = await run_loop(tmp_path, steps=0)
     assert [op for op, _ in learner.requests] == ["publish"]
     assert run_group.sizes == [1] * 4
     (metrics,) = read_lines(run.path / "metrics.jsonl")

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_last_step_is_saved_once_without_evaluations(tmp_path: Path) -> None:
-    learner, run_group, _ = await run_loop(tmp_path, steps=2, evaluate_every=0, checkpoint_every=1)
+    learner, run_group, _ = await run_loop(tmp_path, steps=2, checkpoint_every=1)
     assert set(run_group.sizes) == {8}
     assert [op for op, _ in learner.requests].count("save") == 2
 
@@ -73,15 +73,20 @@ async def test_reported_waits_name_what_is_waited_for(tmp_path: Path) -> None:
         loop.pause(False)
 
     await run_loop(
-        tmp_path, tasks=tasks, run_group=run, watch=watch, steps=2, evaluate_every=2,
+        tmp_path,
+        tasks=tasks,
+        run_group=run,
+        watch=watch,
+        steps=2,
+        evaluate_every=2,
         meanwhile=people,
-    )  # fmt: skip
+    )
     assert ("the learner", "held-out tasks") in at_evaluation
     assert not any("slot" in kind for _, kind in at_evaluation)
 
 
 async def test_without_learning_only_rollouts_are_written(tmp_path: Path) -> None:
-    learner, _, run = await run_loop(tmp_path, steps=2, learn=False, evaluate_every=0)
+    learner, _, run = await run_loop(tmp_path, steps=2, learn=False)
     assert [op for op, _ in learner.requests] == ["publish"]
     assert len(recorded_rows(run, [4, 5, 6])) == 24
 
@@ -100,9 +105,7 @@ class ThreadHoldingRollouts(FakeRollouts):
 async def test_run_proceeds_while_environments_hold_all_threads(tmp_path: Path) -> None:
     run_group = ThreadHoldingRollouts(TaskSource.open(ARITHMETIC))
     with anyio.fail_after(patient(20)):
-        _, _, run = await run_loop(
-            tmp_path, run_group=run_group, steps=2, learn=False, evaluate_every=0
-        )
+        _, _, run = await run_loop(tmp_path, run_group=run_group, steps=2, learn=False)
     assert [row["step"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 2]
     assert len(recorded_rows(run, [4, 5, 6])) == 24
 
@@ -113,7 +116,7 @@ async def test_run_that_has_learned_nothing_says_why(
 ) -> None:
     report = RecordedProgress()
     run_group = FakeRollouts(right=right)
-    await run_loop(tmp_path, run_group=run_group, report=report, steps=4, evaluate_every=0)
+    await run_loop(tmp_path, run_group=run_group, report=report, steps=4)
     assert "\n".join(report.lines).count("have a signal: all rewards are 1") == (not has_learned)
 
 
@@ -148,9 +151,8 @@ async def test_paused_run_starts_no_groups_until_it_is_resumed(
         await anyio.sleep_forever()
 
     learner, _, run = await run_loop(
-        tmp_path, run_group=run_group, meanwhile=meanwhile, steps=5,
-        max_staleness=max_staleness, evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, meanwhile=meanwhile, steps=5, max_staleness=max_staleness
+    )
     assert len(learner.batches) == 5
     assert [row["step"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
@@ -186,7 +188,6 @@ async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: P
         wait_for_capacity=wait_for_capacity,
         meanwhile=meanwhile,
         steps=1,
-        evaluate_every=0,
     )
     assert len(learner.batches) == 1
 
@@ -206,7 +207,7 @@ async def test_pause_does_not_count_as_a_stall(
         loop.pause(False)
         await anyio.sleep_forever()
 
-    await run_loop(tmp_path, meanwhile=meanwhile, steps=1, evaluate_every=0)
+    await run_loop(tmp_path, meanwhile=meanwhile, steps=1)
 
 
 async def tasks_from_cursor(folder: Path) -> TaskSource:
@@ -244,7 +245,7 @@ async def test_paused_run_filters_no_further_tasks(
             loop.pause(False)
         await anyio.sleep_forever()
 
-    settings: dict[str, Any] = {"stages": stages, "evaluate_every": 0}
+    settings: dict[str, Any] = {"stages": stages}
     learner, _, run = await run_loop(tmp_path, run_group=run_group, meanwhile=meanwhile, **settings)
     if not drained:
         assert (len(learner.batches), run_group.sizes) == (1, [8] * 7)
@@ -279,7 +280,7 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
         run_group.let_end(num_begun + 1)
         await anyio.sleep_forever()
 
-    settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "evaluate_every": 0}
+    settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness}
     first, _, run = await run_loop(
         tmp_path, run_group=run_group, report=report, meanwhile=meanwhile, **settings
     )
@@ -324,18 +325,16 @@ async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -
         await anyio.sleep_forever()
 
     first, _, run = await run_loop(
-        tmp_path, run_group=run_group, stages=stages, meanwhile=meanwhile,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, stages=stages, meanwhile=meanwhile
+    )
     assert 1 <= len(first.batches) <= 2
     assert {row["stage"] for row in read_lines(run.path / "metrics.jsonl")} == {1}
     del run
     gc.collect()
     state = [request["state"] for op, request in first.requests if op == "save"][-1]
     _, _, run = await run_loop(
-        tmp_path, tasks=await tasks_from_cursor(tmp_path), stages=stages, restored=state,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, tasks=await tasks_from_cursor(tmp_path), stages=stages, restored=state
+    )
     assert [row["stage"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 1, 2, 2]
 
 
@@ -351,9 +350,7 @@ async def test_save_starts_a_checkpoint_of_the_last_step(tmp_path: Path) -> None
         run_group.let_end(4)
         await anyio.sleep_forever()
 
-    learner, *_ = await run_loop(
-        tmp_path, run_group=run_group, meanwhile=meanwhile, steps=2, evaluate_every=0
-    )
+    learner, *_ = await run_loop(tmp_path, run_group=run_group, meanwhile=meanwhile, steps=2)
     assert saved == [1, 1]
     saves = [request for op, request in learner.requests if op == "save"]
     assert [request["state"]["step"] for request in saves] == [1, 2]
@@ -384,9 +381,7 @@ async def test_save_waits_for_the_current_step(tmp_path: Path) -> None:
             may_go_on.set()
         await anyio.sleep_forever()
 
-    learner, *_ = await run_loop(
-        tmp_path, learner=Slow(), meanwhile=meanwhile, steps=2, evaluate_every=0
-    )
+    learner, *_ = await run_loop(tmp_path, learner=Slow(), meanwhile=meanwhile, steps=2)
     assert saved == [1]
     saves = [request["state"] for op, request in learner.requests if op == "save"]
     assert saves[0] == {"step": 1, "version": 1}
@@ -394,7 +389,7 @@ async def test_save_waits_for_the_current_step(tmp_path: Path) -> None:
 
 async def test_cancelled_save_does_not_interrupt_the_recovery_of_learner(tmp_path: Path) -> None:
     """This holds even if the learner is lost at that moment and has to repeat steps."""
-    uninterrupted, *_ = await run_loop(tmp_path / "whole", steps=4, evaluate_every=0)
+    uninterrupted, *_ = await run_loop(tmp_path / "whole", steps=4)
     run_group = GatedRollouts()
     run_group.let_end(1, 6)
     restarting, may_go_on = anyio.Event(), anyio.Event()
@@ -418,9 +413,13 @@ async def test_cancelled_save_does_not_interrupt_the_recovery_of_learner(tmp_pat
         await anyio.sleep_forever()
 
     await run_loop(
-        tmp_path / "lost", run_group=run_group, learner=lost, max_restarts=2,
-        meanwhile=meanwhile, steps=4, evaluate_every=0,
-    )  # fmt: skip
+        tmp_path / "lost",
+        run_group=run_group,
+        learner=lost,
+        max_restarts=2,
+        meanwhile=meanwhile,
+        steps=4,
+    )
     assert lost.num_starts == 2
     undisturbed = [
         {key: array.tolist() for key, array in batch.items()} for batch in uninterrupted.batches
@@ -445,9 +444,8 @@ async def test_view_is_plain_data(tmp_path: Path, max_staleness: int) -> None:
         await anyio.sleep_forever()
 
     await run_loop(
-        tmp_path, run_group=run_group, steps=4, max_staleness=max_staleness,
-        evaluate_every=0, meanwhile=meanwhile,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, steps=4, max_staleness=max_staleness, meanwhile=meanwhile
+    )
     first, amid = views
     assert (first["step"], first["num_steps"], first["slots_used"]) == (0, 4, 0)
     assert amid["slots"] == amid["slots_used"] == 3 * (max_staleness + 1)

@@ -75,7 +75,6 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
     tmp_path: Path, done: bool, max_staleness: int
 ) -> None:
     settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "checkpoint_every": 2}
-    settings |= {"evaluate_every": 0}
     uninterrupted, *_ = await run_loop(tmp_path / "whole", **settings)
     died = DyingLearner(4, done=done)
     with pytest.raises(ExceptionGroup) as caught:
@@ -109,11 +108,7 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
 async def test_lost_learner_is_restarted_and_the_training_is_the_same(
     tmp_path: Path, op: str, checkpoint_every: int
 ) -> None:
-    settings: dict[str, Any] = {
-        "steps": 5,
-        "checkpoint_every": checkpoint_every,
-        "evaluate_every": 0,
-    }
+    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": checkpoint_every}
     uninterrupted, *_ = await run_loop(tmp_path / "whole", **settings)
     report = RecordedProgress()
     number = {"step": 4, "publish": 5}.get(op, 1)
@@ -139,7 +134,7 @@ async def test_lost_learner_is_restarted_and_the_training_is_the_same(
 async def test_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
     lost = LostLearner("step", 1, for_good=True)
     with pytest.raises(ExceptionGroup) as caught:
-        await run_loop(tmp_path, learner=lost, max_restarts=2, steps=1, evaluate_every=0)
+        await run_loop(tmp_path, learner=lost, max_restarts=2, steps=1)
     assert "lost too often (ranks.max_restarts)" in str(sole(caught.value))
     assert lost.num_starts == 3
 
@@ -148,10 +143,7 @@ async def test_weights_of_an_earlier_process_are_replaced_with_transport_broadca
     tmp_path: Path,
 ) -> None:
     """A new run in the same folder may find weights of that version, and higher ones."""
-    settings: dict[str, Any] = {
-        "weights": WeightsSettings(transport="broadcast"),
-        "evaluate_every": 0,
-    }
+    settings: dict[str, Any] = {"weights": WeightsSettings(transport="broadcast")}
     await run_loop(tmp_path, learner=MarkedLearner("first"), steps=1, **settings)
     (tmp_path / "run" / "weights" / "1").rename(tmp_path / "run" / "weights" / "7")
     (tmp_path / "run" / "weights" / "2").mkdir()
@@ -176,7 +168,7 @@ async def test_groups_of_a_larger_batch_do_not_block_a_smaller(tmp_path: Path) -
     with anyio.fail_after(patient(50)):
         _, run_group, run = await run_loop(
             tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,
-            prompts_per_step=2, max_staleness=1, evaluate_every=0,
+            prompts_per_step=2, max_staleness=1,
         )  # fmt: skip
     assert {name.split("-")[0] for name in run_group.names} == {"3", "4"}
     assert all(row["staleness_max"] <= 1 for row in read_lines(run.path / "metrics.jsonl"))
@@ -218,9 +210,14 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
     lost = LostMeanwhile("", 0)
     _, _, run = await run_loop(
-        tmp_path, run_group=run_group, learner=lost, max_restarts=2, report=report,
-        steps=4, max_staleness=max_staleness, evaluate_every=0,
-    )  # fmt: skip
+        tmp_path,
+        run_group=run_group,
+        learner=lost,
+        max_restarts=2,
+        report=report,
+        steps=4,
+        max_staleness=max_staleness,
+    )
     assert lost.num_starts == 2
     assert len(lost.learned) == 4
     metrics = read_lines(run.path / "metrics.jsonl")
@@ -228,7 +225,7 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
 
 async def test_resumed_run_without_learning_still_does_not_learn(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"learn": False, "evaluate_every": 0}
+    settings: dict[str, Any] = {"learn": False}
     await run_loop(tmp_path, steps=2, **settings)
     gc.collect()
     learner, _, run = await run_loop(tmp_path, restored={}, steps=3, **settings)

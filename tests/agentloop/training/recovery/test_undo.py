@@ -196,7 +196,7 @@ async def test_undone_weights_are_no_longer_the_model_of_the_run(
     weights = WeightsSettings(
         transport="broadcast" if case == "broadcast" else "disk", folder=folder
     )
-    settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1, "evaluate_every": 0}
+    settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1}
     _, _, run = await run_loop(tmp_path, learner=MarkedLearner("first"), steps=3, **settings)
     path = run.path
     assert RunFolder.model_in(path).name == "3"
@@ -207,9 +207,13 @@ async def test_undone_weights_are_no_longer_the_model_of_the_run(
     with pytest.raises(ModelError, match="no published weights"):
         find(path)
     await run_loop(
-        tmp_path, learner=MarkedLearner("second"), tasks=tasks, restored={"step": 1, "version": 1},
-        steps=num_steps, **settings,
-    )  # fmt: skip
+        tmp_path,
+        learner=MarkedLearner("second"),
+        tasks=tasks,
+        restored={"step": 1, "version": 1},
+        steps=num_steps,
+        **settings,
+    )
     model = json.loads((RunFolder.model_in(path) / "config.json").read_text())
     assert model == {"life": "second", "version": str(num_steps)}
     assert find(path).folder == RunFolder.model_in(path)
@@ -227,7 +231,7 @@ async def test_groups_replaced_before_an_undo_are_rolled_out_again(tmp_path: Pat
             return await super().__call__(prompt, **options)
 
     settings: dict[str, Any] = {"dynamic_sampling": True, "checkpoint_every": 1}
-    settings |= {"evaluate_every": 0, "max_staleness": 0}
+    settings |= {"max_staleness": 0}
     tasks = TaskSource.open(ARITHMETIC)
     first = Easy(tasks)
     await run_loop(
@@ -267,7 +271,7 @@ async def test_undone_stage_starts_over_without_leftover_groups(tmp_path: Path) 
         "hard": StageSettings(steps=2, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
-    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
+    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True}
     settings |= {"checkpoint_every": 1}
     tasks = TaskSource.open(ARITHMETIC)
     first = FakeRollouts(tasks)
@@ -311,7 +315,7 @@ async def test_filtered_stage_ignores_groups_of_another_stage(tmp_path: Path) ->
         "hard": StageSettings(steps=1, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
-    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
+    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True}
     settings |= {"checkpoint_every": 1}
     tasks = TaskSource.open(ARITHMETIC)
     first = Easy(tasks)

@@ -96,7 +96,6 @@ async def test_weights_are_loaded_again_after_a_recovery_without_new_ones(tmp_pa
         max_restarts=1,
         lends=True,
         steps=2,
-        evaluate_every=0,
     )
     assert learner.num_starts == 2
     assert fake.version == "2"

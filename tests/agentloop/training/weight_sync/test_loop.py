@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 async def test_transport_broadcast_sends_weights_in_a_process_group(tmp_path: Path) -> None:
     weights = WeightsSettings(transport="broadcast")
-    learner, _, run = await run_loop(tmp_path, steps=1, evaluate_every=0, weights=weights)
+    learner, _, run = await run_loop(tmp_path, steps=1, weights=weights)
     sent = ["layout", "open", "join", "send", "leave"]
     # At the end the model stays in the run's folder.
     assert [op for op, _ in learner.requests] == [*sent, "step", *sent, "save", "publish"]
@@ -51,7 +51,6 @@ async def test_run_removes_its_weights_from_an_external_folder(tmp_path: Path, f
     with pytest.raises(ExceptionGroup) if fails else nullcontext():  # of the router
         await run_loop(
             tmp_path, run_group=run_group, weights=weights, steps=1, prompts_per_step=1,
-            evaluate_every=0,
         )  # fmt: skip
     assert bool(observed) == fails
     assert list(shared.iterdir()) == []
@@ -69,7 +68,7 @@ async def test_restarted_server_gets_the_weights_while_rollouts_wait(tmp_path: P
 
     tasks = TaskSource.open(ARITHMETIC)
     learner, _, _ = await run_loop(
-        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, steps=1, evaluate_every=0
+        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, steps=1
     )
     assert len(learner.batches) == 1
 
@@ -91,9 +90,15 @@ async def test_learner_lost_while_sending_to_restarted_server_is_restarted(tmp_p
 
     lost = LostToo("join", 2)  # the first is as the run begins
     await run_loop(
-        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, max_restarts=2,
-        weights=WeightsSettings(transport="broadcast"), steps=1, prompts_per_step=1,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path,
+        tasks=tasks,
+        run_group=Waiting(tasks),
+        fake=fake,
+        learner=lost,
+        max_restarts=2,
+        weights=WeightsSettings(transport="broadcast"),
+        steps=1,
+        prompts_per_step=1,
+    )
     assert lost.num_starts == 2
     assert len(lost.learned) == 1
