@@ -29,7 +29,7 @@ from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.record import RecordReader
 from agentloop.observe.stalls import Stalls
 from agentloop.rollouts.player import EnvironmentPlayer
-from agentloop.rollouts.record import NoReward
+from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
@@ -82,15 +82,24 @@ def played_by(player: Any, **options: Any) -> tuple[Environment, list[Trajectory
     return against, result
 
 
+async def play_endpoint(
+    *script: Answer, host: Model | None = None, options: Any = None, **conversation: Any
+) -> tuple[RolloutRecord, Trajectory, FakeEndpoint]:
+    """Return a record whose opponent is an endpoint, and the endpoint's conversation."""
+    async with FakeEndpoint(deque(script)).serving() as fake:
+        against, result = played_by(endpoint(fake, options=options or {}), **conversation)
+        (episode,) = await run(against, host, size=1)
+    return episode, result[0], fake
+
+
 # --- conversations --------------------------------------------------------------------------------
 
 
 async def test_endpoint_plays_an_agent_with_tools() -> None:
     first = calls(("c1", "double", '{"number": 21}'), text="<think>Hm.</think>Let me see.")
-    async with FakeEndpoint(deque([first, saying("It is 42.")])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[double], system="Be brief.")
-        (episode,) = await run(against, size=1)
-    (trajectory,) = result
+    episode, trajectory, fake = await play_endpoint(
+        first, saying("It is 42."), tools=[double], system="Be brief."
+    )
     assert trajectory.answer == "It is 42."
     assert [single.content for single in trajectory.results] == ["42"]
     assert trajectory.turns[0].text == "<think>Hm.</think>Let me see."
@@ -163,10 +172,7 @@ async def test_endpoint_converses_message_by_message() -> None:
 
 async def test_mistakes_in_calls_are_the_players_own() -> None:
     mistakes = calls(("a", "double", "{"), ("b", "halve", "{}"), ("c", "double", '{"number": "x"}'))
-    async with FakeEndpoint(deque([mistakes, saying("I see.")])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[double])
-        (episode,) = await run(against, size=1)
-    (trajectory,) = result
+    episode, trajectory, fake = await play_endpoint(mistakes, saying("I see."), tools=[double])
     assert [single.status for single in trajectory.results] == [
         ToolCallStatus.MALFORMED,
         ToolCallStatus.UNKNOWN_TOOL,
@@ -192,19 +198,15 @@ async def test_calls_of_a_message_run_concurrently_in_order() -> None:
         return "2"
 
     pair = calls(("same", "first", ""), ("same", "second", "{}"))
-    async with FakeEndpoint(deque([pair])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[first, second])
-        await run(against, size=1)
-    assert [single.content for single in result[0].results] == ["1", "2"]
+    _, trajectory, _ = await play_endpoint(pair, tools=[first, second])
+    assert [result.content for result in trajectory.results] == ["1", "2"]
 
 
 async def test_tools_that_the_caller_runs_end_a_conversation() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "move", "parameters": {}}})
-    async with FakeEndpoint(deque([calls(("c", "move", "{}"))])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[tool])
-        await run(against, size=1)
-    assert result[0].stop_reason is StopReason.CALLER_TOOLS
-    assert [single.name for single in result[0].calls] == ["move"]
+    _, trajectory, _ = await play_endpoint(calls(("c", "move", "{}")), tools=[tool])
+    assert trajectory.stop_reason is StopReason.CALLER_TOOLS
+    assert [call.name for call in trajectory.calls] == ["move"]
 
 
 async def test_named_tools_are_those_of_the_run() -> None:
@@ -212,11 +214,9 @@ async def test_named_tools_are_those_of_the_run() -> None:
         def resolve_tools(self, tools: Sequence[Any]) -> list[Tool]:
             return [as_tool({"twice": double}[tool]) for tool in tools]
 
-    script = deque([calls(("c", "double", '{"number": 4}'))])
-    async with FakeEndpoint(script).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=["twice"])
-        await run(against, WithTools(), size=1)
-    assert result[0].results[0].content == "8"
+    call = calls(("c", "double", '{"number": 4}'))
+    _, trajectory, _ = await play_endpoint(call, host=WithTools(), tools=["twice"])
+    assert trajectory.results[0].content == "8"
 
 
 async def test_environments_calls_are_sent_as_json_text() -> None:
@@ -271,12 +271,11 @@ async def test_player_must_be_one() -> None:
 async def test_limit_of_tokens_is_that_of_a_message(
     options: dict[str, Any], limit: int | None, sent: dict[str, int]
 ) -> None:
-    async with FakeEndpoint(deque([saying("It is", "length")])).serving() as fake:
-        against, result = played_by(endpoint(fake, options=options), max_tokens=limit)
-        await run(against, size=1)
+    cut = saying("It is", "length")
+    _, trajectory, fake = await play_endpoint(cut, options=options, max_tokens=limit)
     assert {name: fake.requests[0][name] for name in fake.requests[0] if "tokens" in name} == sent
-    assert result[0].stop_reason is StopReason.TOKEN_BUDGET
-    assert (result[0].answer, result[0].turns[0].end) == ("It is", TurnEnd.LENGTH)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert (trajectory.answer, trajectory.turns[0].end) == ("It is", TurnEnd.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +290,8 @@ async def test_what_cuts_off_a_message_ends_the_conversation(
 ) -> None:
     message = {"role": "assistant", "content": "It is"}
     choice = {"message": message, "finish_reason": finish, **more}
-    async with FakeEndpoint(deque([Answer(body={"choices": [choice]})])).serving() as fake:
-        against, result = played_by(endpoint(fake))
-        await run(against, size=1)
-    assert result[0].stop_reason is stop_reason
-    assert result[0].answer == "It is"
+    _, trajectory, _ = await play_endpoint(Answer(body={"choices": [choice]}))
+    assert (trajectory.stop_reason, trajectory.answer) == (stop_reason, "It is")
 
 
 async def test_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:

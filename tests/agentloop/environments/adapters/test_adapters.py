@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ from agentloop.environments.adapters import (
 from agentloop.environments.adapters.blocking import Blocking
 from agentloop.environments.environment import Environment
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import Message
 from tests import support
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
@@ -222,6 +224,18 @@ def serving(lock: Lock) -> AbstractAsyncContextManager[str]:
     return support.serving(app)
 
 
+def lock_environment(url: str, **arguments: Any) -> Environment:
+    return openenv.episode.with_arguments({"url": url, "reset": {"size": 2}, **arguments})
+
+
+async def play_lock(
+    lock: Lock, host: Scripted, *, size: int = 1, **arguments: Any
+) -> Sequence[RolloutRecord]:
+    """Play episodes of that server."""
+    async with serving(lock) as url:
+        return await play(lock_environment(url, **arguments), host, size=size)
+
+
 def numbers(*answers: str) -> Scripted:
     return Scripted(lambda observed: answers[(len(observed) - 1) // 2])
 
@@ -229,7 +243,7 @@ def numbers(*answers: str) -> Scripted:
 async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:
     lock = Lock()
     async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        environment = lock_environment(url)
         host = numbers("I say five.", 'So: {"number": 5}', '{"number": 3}')
         (episode,) = await play(environment, host)
         seed = task_of(environment).seed
@@ -246,19 +260,15 @@ async def test_servers_checks_count_and_not_a_forged_reward(forged: float) -> No
     lock = Lock()
     lock.reward = forged  # as of a file that the agent has written
     lock.state = {"verify_results": [{"success": True}, {"success": False}, {"success": "yes"}, 1]}
-    async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        (episode,) = await play(environment, numbers('{"number": 3}'))
+    (episode,) = await play_lock(lock, numbers('{"number": 3}'))
     assert reward_in(episode).value == 0.25
 
 
 async def test_missing_rewards_are_not_zero() -> None:
     lock = Lock()
     lock.reward = None
-    async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        with pytest.raises(RequestError, match="done, and no step of it had a reward"):
-            await play(environment, numbers('{"number": 3}'))
+    with pytest.raises(RequestError, match="done, and no step of it had a reward"):
+        await play_lock(lock, numbers('{"number": 3}'))
 
 
 async def test_text_is_an_action_without_json() -> None:
@@ -287,17 +297,15 @@ async def test_text_is_an_action_without_json() -> None:
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
 async def test_environment_of_openenv_that_raises_has_failed_itself(mcp: bool) -> None:
-    async with serving(Tooled() if mcp else Lock()) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        host = Scripted(lambda observed: ("turn", {"number": 7}) if mcp else '{"number": 7}')
-        with pytest.raises(RequestError, match=r"openenv: step: ouch \(EXECUTION_ERROR\)"):
-            await play(environment, host)
+    host = Scripted(lambda observed: ("turn", {"number": 7}) if mcp else '{"number": 7}')
+    with pytest.raises(RequestError, match=r"openenv: step: ouch \(EXECUTION_ERROR\)"):
+        await play_lock(Tooled() if mcp else Lock(), host)
 
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
 async def test_server_of_openenv_that_is_gone_is_the_infrastructures_failure(mcp: bool) -> None:
     async with serving(Tooled() if mcp else Lock()) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        environment = lock_environment(url)
         host = Scripted(lambda observed: ("turn", {"number": 13}) if mcp else '{"number": 13}')
         (lost,) = await play(environment, host)
     (refused,) = await play(environment, host)
@@ -375,9 +383,7 @@ async def test_mcp_tools_of_openenv_are_called_with_arguments() -> None:
 async def test_episode_by_tools_ends_after_its_most_steps() -> None:
     server = Tooled()
     host = Scripted(lambda observed: ("look", {}) if len(observed) < 6 else "I give up.")
-    async with serving(server) as url:
-        arguments = {"url": url, "reset": {"size": 2}, "max_steps": 2}
-        (episode,) = await play(openenv.episode.with_arguments(arguments), host)
+    (episode,) = await play_lock(server, host, max_steps=2)
     assert reward_in(episode).parts == {"reward": 1.0, "steps": 2}
     assert len(server.called) == 2
 
@@ -386,10 +392,8 @@ async def test_server_gets_as_many_sessions_as_it_may_have() -> None:
     for maximum in (1, 3):
         lock = Lock()
         lock.awaited = maximum
-        async with serving(lock) as url:
-            arguments = {"url": url, "reset": {"size": 2}, "max_sessions": maximum}
-            environment = openenv.episode.with_arguments(arguments)
-            episodes = await play(environment, numbers('{"number": 3}'), size=6)
+        host = numbers('{"number": 3}')
+        episodes = await play_lock(lock, host, size=6, max_sessions=maximum)
         assert [single.reward and single.reward.value for single in episodes] == [0.5] * 6
         assert lock.most_open == maximum
 
@@ -402,7 +406,7 @@ async def test_session_ends_with_its_rollout() -> None:
         return '{"number": 1}'
 
     async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        environment = lock_environment(url)
         with anyio.CancelScope() as scope:
             await play(environment, Scripted(hang))
         with anyio.fail_after(patient(10)):
@@ -414,7 +418,5 @@ async def test_failure_below_the_agent_is_not_the_librarys() -> None:
     def gone(observed: list[Message]) -> Said:
         raise ServerUnavailable("gone")
 
-    async with serving(Lock()) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        (episode,) = await play(environment, Scripted(gone))
+    (episode,) = await play_lock(Lock(), Scripted(gone))
     assert reward_in(episode).reason == "infrastructure: gone"
