@@ -297,24 +297,24 @@ async def serve(listen: list[tuple[str, int]], certificate: Path, note: Note) ->
 
     async def handle(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         where = writer.get_extra_info("sockname")[0].removeprefix("::ffff:")
-        place = f"{where}:{port}"
-        note(place, "")
+        here = f"{where}:{port}"
+        note(here, "")
         try:
             if port == RAW:
                 writer.write(b"reached\n")
                 if await reader.read(1) == b"\x16":
-                    note(place, "/secret")
+                    note(here, "/secret")
                 return
             if port == TLS:
                 await writer.start_tls(context)
             head = await reader.read(1 << 16)
-            note(place, head.decode("latin-1"))
+            note(here, head.decode("latin-1"))
             if length := re.search(rb"Content-Length: (\d+)", head):
                 await reader.readexactly(int(length[1]) - len(head.partition(b"\r\n\r\n")[2]))
-            if match := re.match(rb"GET /to\?(\S+)", head):
-                writer.write(b"HTTP/1.1 302 Found\r\nLocation: %s\r\n\r\n" % match[1])
+            if found := re.match(rb"GET /to\?(\S+)", head):
+                writer.write(b"HTTP/1.1 302 Found\r\nLocation: %s\r\n\r\n" % found[1])
             else:
-                writer.write(b"HTTP/1.1 200 OK\r\n\r\nreached " + place.encode())
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\nreached " + here.encode())
             await writer.drain()
         except (OSError, ssl.SSLError, asyncio.IncompleteReadError):
             pass
@@ -342,9 +342,9 @@ class Resolver(asyncio.DatagramProtocol):
         name, end = ".".join(labels), at + 5
         self._note(f"lookup of {name}", "")
         kind = int.from_bytes(data[at + 1 : at + 3], "big")
-        match = [ipaddress.ip_address(a) for a in NAMES.get(name.lower(), [])]
-        rows = [a.packed for a in match if kind == {4: 1, 6: 28}[a.version]]
-        status = 0x8180 if match else 0x8183
+        found = [ipaddress.ip_address(a) for a in NAMES.get(name.lower(), [])]
+        rows = [a.packed for a in found if kind == {4: 1, 6: 28}[a.version]]
+        status = 0x8180 if found else 0x8183
         answer = data[:2] + struct.pack(">HHHHH", status, 1, len(rows), 0, 0) + data[12:end]
         for row in rows:
             answer += struct.pack(">HHHIH", 0xC00C, kind, 1, 60, len(row)) + row
@@ -456,18 +456,18 @@ async def run(box: Computer, attempt: Attempt, arrived: Arrived) -> Mapping[str,
 
 async def run_all() -> Mapping[str, object]:
     """Run all attempts, the first ones in a fork as well."""
-    place: list[tuple[str, str]] = []
-    with tempfile.TemporaryDirectory() as folder, outside(Path(folder)) as (ask, output):
+    here: list[tuple[str, str]] = []
+    with tempfile.TemporaryDirectory() as folder, outside(Path(folder)) as (ask, told):
 
         def arrived() -> list[tuple[str, str]]:
             ask.write("\n")
             ask.flush()
-            taken = [*json.loads(output.readline()), *place]
-            place.clear()
+            taken = [*json.loads(told.readline()), *here]
+            here.clear()
             return taken
 
         certificate = Path(folder) / "certificate"
-        await serve_ours(certificate, lambda where, text: place.append((f"ours {where}", text)))
+        await serve_ours(certificate, lambda where, text: here.append((f"ours {where}", text)))
         settings = PoolSettings(backend="docker", workers=1, preload=[])
         async with Pool(settings) as pool, pool.computer(network=ALLOW) as box:
             results = {a.name: await run(box, a, arrived) for a in MUST_PASS + MUST_FAIL}
