@@ -711,17 +711,6 @@ async def test_killed_session_is_an_explicit_error(pool: Pool) -> None:
     assert (await pool.run("1")).ok
 
 
-async def test_session_is_lost_with_its_worker() -> None:
-    remaining = set(children(os.getpid()))
-    async with Pool(SINGLE) as pool, pool.session() as session:
-        await session.run("x = 1")
-        for pid in started_since(remaining):
-            kill(pid)
-        await wait_until(lambda: session.lost)
-        with pytest.raises(SessionLost):
-            await session.run("x")
-
-
 async def test_no_engine_is_said_plainly() -> None:
     settings = PoolSettings(backend="docker", engines=["unix:///nowhere/docker.sock"])
     with pytest.raises(SandboxUnavailable, match="no Docker Engine responds at unix:///nowhere"):
