@@ -40,8 +40,8 @@ def test_each_sibling_has_its_own_seed_within_63_bits() -> None:
 
 
 def test_only_a_cut_distribution_is_recorded_for_training() -> None:
-    full, cut = Sampling(seed=3), Sampling(seed=3, top_k=20)
-    assert full.for_training() is full
+    whole, cut = Sampling(seed=3), Sampling(seed=3, top_k=20)
+    assert whole.for_training() is whole
     assert not cut.records_kept_ids
     recorded = cut.for_training().of_group("g").of_sibling(1)
     assert pickle.loads(pickle.dumps(recorded)).records_kept_ids
