@@ -889,7 +889,7 @@ async def test_session_keeps_its_seed(pool: Pool) -> None:
 async def test_invalid_calls_are_refused_and_take_no_slot(
     pool: Pool, arguments: dict[str, Any]
 ) -> None:
-    named = "timeout_s" if "timeout_s" in arguments else ""
+    named = "timeout_s" if "timeout_s" in arguments else None
     with pytest.raises((TypeError, ValueError), match=named):
         await pool.run(**arguments)
     assert pool.stats()["busy"] == 0

@@ -170,7 +170,7 @@ def test_every_rank_of_a_server_must_have_the_learners_weights() -> None:
 
 PROOFS = st.dictionaries(
     st.sampled_from("abcdef"),
-    st.builds(Proof, checksum=st.sampled_from("12"), remaining=st.sampled_from(["", "x", "y"]),
+    st.builds(Proof, checksum=st.sampled_from("12"), rest=st.sampled_from(["", "x", "y"]),
         wrong=st.sampled_from(["", "", "", "bad"])),
 )  # fmt: skip
 
