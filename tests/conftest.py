@@ -1,4 +1,4 @@
-"""What every test shares. Async tests are marked `pytest.mark.anyio` and run on asyncio."""
+"""What every test shares. Async tests run on asyncio (`anyio_mode`)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,20 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set each test's limit, and put the files whose tests may take longest first, so that no
-    worker is left with one."""
+    """Set each test's limit, mark those that are async, and put the files whose tests may take
+    longest first, so that no worker is left with one."""
     limits: dict[Path, float] = {}
     for item in items:
         limit_s = patient(_limit_s(item))
         item.add_marker(pytest.mark.timeout(limit_s), append=False)
+        if _is_async(item):
+            item.add_marker("anyio")
         limits[item.path] = max(limit_s, limits.get(item.path, 0))
     items.sort(key=lambda item: -limits[item.path])
+
+
+def _is_async(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj)
 
 
 def _limit_s(item: pytest.Item) -> float:
@@ -63,10 +69,10 @@ def _limit_s(item: pytest.Item) -> float:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+def pytest_runtest_call(item: Any) -> Generator[None]:
     """An async test that hangs is cancelled shortly before its timeout: uvloop, while it waits,
     does not hear pytest-timeout's signal."""
-    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+    if _is_async(item):
         item.obj = _with_limit(item.obj, _limit_s(item) - _TO_CLEAN_UP_S)
     return (yield)
 

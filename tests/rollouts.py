@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from agentloop.agent.rollout import Budget
+from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.request import GroupRequest
@@ -69,3 +70,9 @@ def record_of(trajectory: Trajectory) -> RolloutRecord:
     is_lost = trajectory.stop_reason is StopReason.INFRASTRUCTURE
     no_reward = NoReward.INFRASTRUCTURE if is_lost else None
     return RolloutRecord(trajectory.id, [trajectory], no_reward=no_reward, to_grade=trajectory)
+
+
+def reward_in(record: RolloutRecord) -> Reward:
+    """Return the reward of a record, which must have one."""
+    assert record.reward is not None
+    return record.reward

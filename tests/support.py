@@ -80,10 +80,7 @@ def template(source: str = TEMPLATE) -> Render:
         **arguments: Any,
     ) -> str:
         return compiled.render(
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **arguments,
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments
         )
 
     return render
@@ -202,15 +199,29 @@ class Fault:
     status_code: int | None = None  # of an abort
 
 
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    """Serve an application on a free port; yield its URL."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        with anyio.move_on_after(5, shield=True):
+            await runner.cleanup()
+
+
 @dataclass
 class FakeSGLang:
     """Speaks SGLang 0.5.23's /generate, and continues every prompt along `answer`.
 
-    `num_prompt` ids of a request are the prompt, the rest must be the beginning of the answer.
+    `num_prompt` ids of a request are the prompt, the rest must be the beginning of the answer;
+    without it, all are the prompt.
     """
 
     answer: Sequence[int]
-    num_prompt: int = 3
+    num_prompt: int | None = 3
     incremental: bool = True
     tokens_a_frame: int = 1
     end: Literal["stop", "length"] = "stop"
@@ -259,17 +270,9 @@ class FakeSGLang:
         app.router.add_post("/begin_weight_update", self._begin_update)
         app.router.add_post("/end_weight_update", self._end_update)
         app.router.add_post("/update_weights_from_distributed", self._receive)
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as url:
+            self.url = url
             yield self
-        finally:
-            with anyio.move_on_after(5, shield=True):
-                await runner.cleanup()
 
     @web.middleware
     async def _note_key(
@@ -306,7 +309,7 @@ class FakeSGLang:
         body: dict[str, Any],
         fault: Fault | None,
     ) -> None:
-        num_had = len(body["input_ids"]) - self.num_prompt
+        num_had = 0 if self.num_prompt is None else len(body["input_ids"]) - self.num_prompt
         ids = list(self.answer[num_had:][: body["sampling_params"]["max_new_tokens"]])
         stop = len(ids) if fault is None else min(fault.after, len(ids))
         sent = 0

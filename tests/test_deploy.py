@@ -288,9 +288,7 @@ def test_script_that_finds_its_run_continues_it(job: dict[str, str], workplace: 
     accepts(command, "1x128,8x80,1024")
 
 
-def test_signal_stops_the_trainer_and_queues_the_job_again(
-    job: dict[str, str], workplace: Path
-) -> None:
+def test_signal_stops_trainer_and_queues_job_again(job: dict[str, str], workplace: Path) -> None:
     with start_job(job, "paper-stage1", "--until-signalled") as process:
         command_of(process)
         process.send_signal(signal.SIGTERM)

@@ -43,13 +43,9 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 # The README's commands that tests/integration/test_quickstarts.py runs, by a part of each.
 README = (
-    "train laptop --dry-run",
-    "runs list",
-    "runs view runs/latest --export",
-    "runs plot",
-    "evaluate",
-    "serve --list-settings",
-)
+    "train laptop --dry-run", "runs list", "runs view runs/latest --export", "runs plot",
+    "evaluate", "serve --list-settings",
+)  # fmt: skip
 # The others, by their beginnings: where they are run, or what they need that a test has not.
 ELSEWHERE = {
     "python3 -m venv .venv": ".ci/run; `tox run -e serve` differs by its last command",

@@ -182,7 +182,6 @@ def test_guide_of_programs_quotes_the_messages(overrides: list[str], quoted: boo
 
 
 @pytest.mark.parametrize("command", ["my_agent.py", "python3"])
-@pytest.mark.anyio
 async def test_guide_of_programs_quotes_how_they_end(command: str) -> None:
     for status in (126, 127) if command != "python3" else (0, 1):
         end = ProgramEnd(CallStatus.ERROR if status else CallStatus.OK, status, "", "", 1.0)
@@ -223,7 +222,6 @@ def test_example_of_a_reward(text: str, num_tokens: int, value: float) -> None:
     assert reward.value == pytest.approx(value)
 
 
-@pytest.mark.anyio
 async def test_example_of_a_tool_with_state() -> None:
     notepad = runpy.run_path(str(EXAMPLES / "stateful_tool.py"))["Notepad"]
 
@@ -240,7 +238,6 @@ async def test_example_of_a_tool_with_state() -> None:
         assert await note(tools, {"line": "5"}) == (ToolCallStatus.OK, "5")
 
 
-@pytest.mark.anyio
 async def test_example_of_a_method_with_state() -> None:
     (program,) = [
         text for text in blocks(ROOT / "docs/guides/your-tool.md", "python") if "notes(" in text
@@ -257,7 +254,6 @@ async def test_example_of_a_method_with_state() -> None:
         assert played.reward.value == 1
 
 
-@pytest.mark.anyio
 async def test_environment_that_was_moved_from_verifiers() -> None:
     _, program = blocks(ROOT / "docs/guides/other-environments.md", "python")
     names: dict[str, Any] = {"__name__": "my_module"}

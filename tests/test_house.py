@@ -464,7 +464,7 @@ BUDGET = {
     "agentloop.sandbox": 13_115,
     "agentloop.learner": 4_465,
     "bench": 9_360,
-    "tests": 77_945,
+    "tests": 76_600,
     "tools": 1_230,
 }
 

@@ -19,8 +19,6 @@ from agentloop.aio import (
     task_group,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def fail(error: Exception, *, once_cancelled: bool = False) -> None:
     try:
@@ -97,11 +95,11 @@ async def test_signal_wakes_those_that_wait_and_nobody_later() -> None:
 async def test_free_slot_is_taken_without_giving_way() -> None:
     limiter, events = anyio.CapacityLimiter(1), list[str]()
 
-    async def other() -> None:
+    async def wait_too() -> None:
         events.append("other")
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(other)
+        tasks.start_soon(wait_too)
         async with Slot(limiter):
             assert (limiter.borrowed_tokens, events) == (1, [])
     assert (limiter.borrowed_tokens, events) == (0, ["other"])
@@ -155,6 +153,7 @@ def test_callbacks_below_asyncio_run_know_the_event_loop() -> None:
         let_callbacks_use_anyio()
         loop = asyncio.get_running_loop()
         made: asyncio.Future[anyio.CancelScope] = loop.create_future()
+        loop.set_exception_handler(lambda _, context: made.set_exception(context["exception"]))
         loop.call_soon(lambda: made.set_result(anyio.CancelScope()))
         return await made
 

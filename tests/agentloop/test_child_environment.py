@@ -11,15 +11,9 @@ from agentloop.child_environment import for_our_python, for_own_pip, for_pip, fo
 from agentloop.sandbox.image import build
 
 LAUNCHER = {
-    "RANK": "3",
-    "LOCAL_RANK": "3",
-    "WORLD_SIZE": "8",
-    "GROUP_RANK": "0",
-    "ROLE_NAME": "default",
-    "MASTER_ADDR": "other",
-    "MASTER_PORT": "1",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
+    "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "GROUP_RANK": "0", "ROLE_NAME": "default",
+    "MASTER_ADDR": "other", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
 INTERPRETER = {
     "PYTHONSTARTUP": "start.py",
     "PYTHONINSPECT": "1",
@@ -31,14 +25,10 @@ INTERPRETER = {
 
 def test_our_python_keeps_paths_devices_and_threads() -> None:
     kept = {
-        "PYTHONPATH": "/src",
-        "PYTHONHOME": "/python",
-        "LD_PRELOAD": "/lib/libjemalloc.so",
-        "CUDA_VISIBLE_DEVICES": "2,3",
-        "OMP_NUM_THREADS": "4",
-        "HF_HOME": "/models",
+        "PYTHONPATH": "/src", "PYTHONHOME": "/python", "LD_PRELOAD": "/lib/libjemalloc.so",
+        "CUDA_VISIBLE_DEVICES": "2,3", "OMP_NUM_THREADS": "4", "HF_HOME": "/models",
         "HOME": "/home/somebody",
-    }
+    }  # fmt: skip
     assert kept.items() <= for_our_python(kept).items()
 
 
@@ -49,10 +39,7 @@ def test_our_python_is_not_told(unwanted: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ("", "localhost,127.0.0.1,::1"),
-        ("intern,127.0.0.1", "intern,127.0.0.1,localhost,::1"),
-    ],
+    [("", "localhost,127.0.0.1,::1"), ("intern,127.0.0.1", "intern,127.0.0.1,localhost,::1")],
 )
 def test_no_proxy_towards_loopback(given: str, expected: str) -> None:
     child = for_our_python({"http_proxy": "http://proxy", "no_proxy": given, "NO_PROXY": given})
@@ -68,16 +55,10 @@ def test_temporary_folder_must_exist(tmp_path: Path) -> None:
 
 def test_system_programs_get_nothing_for_python_or_linker() -> None:
     unwanted = {
-        "PYTHONPATH": "/src",
-        "PYTHONHOME": "/python",
-        "VIRTUAL_ENV": "/venv",
-        "PIP_CONSTRAINT": "pins.txt",
-        "UV_CONSTRAINT": "pins.txt",
-        "LD_PRELOAD": "/missing.so",
-        "LD_LIBRARY_PATH": "/conda/lib",
-        "PERL5LIB": "/perl",
-        "GIT_DIR": "/other/.git",
-    }
+        "PYTHONPATH": "/src", "PYTHONHOME": "/python", "VIRTUAL_ENV": "/venv",
+        "PIP_CONSTRAINT": "pins.txt", "UV_CONSTRAINT": "pins.txt", "LD_PRELOAD": "/missing.so",
+        "LD_LIBRARY_PATH": "/conda/lib", "PERL5LIB": "/perl", "GIT_DIR": "/other/.git",
+    }  # fmt: skip
     kept = {"PATH": "/bin", "HOME": "/root", "https_proxy": "http://proxy"}
     assert for_system({**unwanted, **kept}) == kept
 
@@ -87,7 +68,6 @@ def test_own_pip_keeps_constraints() -> None:
     assert for_own_pip(inputs) == {"PIP_CONSTRAINT": "pins.txt", "PATH": "/bin"}
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(60)
 async def test_pip_keeps_only_ways_to_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,12 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.config import (
-    describe_settings,
-    load_known,
-    load_settings,
-    to_toml,
-)
+from agentloop.config import describe_settings, load_known, load_settings, to_toml
 from agentloop.errors import SettingsError
 from agentloop.serving.access import ServeSettings
 from agentloop.training.plan.settings import TrainSettings
@@ -210,14 +205,11 @@ def test_error_in_an_extended_file_names_that_file(tmp_path: Path, text: str, me
     [
         ("AGENTLOOP_SERVER__PORT", "x", r"server.port: .*\(from the environment\)"),
         ("AGENTLOOP_SERVER__PROT", "1", "the environment: unknown setting 'server.prot'"),
-        (
-            "AGENTLOOP_SERVERS",
-            "http://127.0.0.1:1",
-            "the environment: AGENTLOOP_SERVERS: expected JSON",
-        ),
+        ("AGENTLOOP_SERVERS", "http://127.0.0.1:1",
+         "the environment: AGENTLOOP_SERVERS: expected JSON"),
         ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: expected JSON"),
     ],
-)
+)  # fmt: skip
 def test_bad_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
@@ -305,9 +297,7 @@ made = st.builds(
         names=st.lists(texts, max_size=2),
     ),
     wing=st.builds(
-        Wing,
-        inner=st.builds(Inner, depth=st.floats(allow_nan=False)),
-        flag=st.booleans(),
+        Wing, inner=st.builds(Inner, depth=st.floats(allow_nan=False)), flag=st.booleans()
     ),
 )
 

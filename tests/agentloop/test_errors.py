@@ -15,6 +15,7 @@ from agentloop.errors import (
     place_of,
     summary_of,
 )
+from tests.fakes import Unprintable
 
 BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut off")
 
@@ -40,11 +41,6 @@ def test_place_of_an_error_is_in_the_users_code() -> None:
     assert place_of(caught.value) == expected
     assert place_of(ExceptionGroup("", [ExceptionGroup("", [caught.value])])) == expected
     assert place_of(AgentLoopError("never raised")) == ""
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise KeyError("message")
 
 
 @pytest.mark.parametrize(

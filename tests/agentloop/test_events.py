@@ -9,8 +9,6 @@ from agentloop.events import Event, Feed, RolloutStarted, TokensSampled, TurnSta
 from agentloop.trajectory import Trajectory
 from tests.patience import patient
 
-pytestmark = pytest.mark.anyio
-
 
 def tokens(number: int, turn: int = 0) -> TokensSampled:
     return TokensSampled("r", turn, [number], str(number))
@@ -45,12 +43,8 @@ async def test_reader_that_lags_finds_adjacent_tokens_joined() -> None:
     feed.close()
     read = [event async for event in feed]
     assert [type(event) for event in read] == [
-        RolloutStarted,
-        TokensSampled,
-        TurnStarted,
-        TokensSampled,
-        TokensSampled,
-    ]
+        RolloutStarted, TokensSampled, TurnStarted, TokensSampled, TokensSampled,
+    ]  # fmt: skip
     assert read[1] == TokensSampled(
         "r", 0, list(range(1000)), "".join(str(number) for number in range(1000))
     )

@@ -56,8 +56,8 @@ def test_folder_without_a_run_is_one_line(
     run, out = tmp_path / "run", [str(tmp_path / "out")] if "export" in command else []
     run.mkdir()
     assert main([*command, str(run), *out]) == 2
-    said = capsys.readouterr().err.removeprefix("Loading what trains\n")
-    (line,) = said.splitlines()
+    error = capsys.readouterr().err.removeprefix("Loading what trains\n")
+    (line,) = error.splitlines()
     assert line.startswith("agentloop: error: ")
     assert str(run) in line
 

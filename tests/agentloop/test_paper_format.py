@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -17,10 +17,11 @@ from agentloop.sandbox import CallError, CallResult, CallStatus, Pool
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.trajectory import Message
 from tests.agentloop.test_recipes import END_OF_TEXT, FOLDER, like_qwen3_base
+from tests.fakes import FakePool
 from tests.support import END, ScriptedEngine, call_text, chunks, written
 
 # transformers is slow to import.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PRINTED = "0123456789" * 40
 TRACEBACK = "Traceback (most recent call last):\nZeroDivisionError: division by zero\n"
@@ -56,10 +57,7 @@ RETURN = (
     "through standard output. If an error occurs during execution, the error message will be "
     'returned."}'
 )
-SCHEMAS = {
-    "paper": SCHEMA % (TOOLS["paper"], RETURN),
-    "release": SCHEMA % (TOOLS["release"], ""),
-}
+SCHEMAS = {"paper": SCHEMA % (TOOLS["paper"], RETURN), "release": SCHEMA % (TOOLS["release"], "")}
 PROMPT = """\
 <|im_start|>system
 {system}
@@ -112,18 +110,14 @@ RESPONSES = {
 }
 
 
-class Programs:
-    """A sandbox with these results, in turn."""
-
-    def __init__(self) -> None:
-        error = CallError("ZeroDivisionError", "division by zero", 1, TRACEBACK)
-        self.results = [
-            CallResult(0, CallStatus.OK, stdout=f"{PRINTED}\n", run_s=0.5),
-            CallResult(1, CallStatus.ERROR, stderr=TRACEBACK, error=error, run_s=0.25),
-        ]
-
-    async def run(self, code: str, **_: Any) -> CallResult:
-        return self.results.pop(0)
+PRINTS = CallResult(0, CallStatus.OK, stdout=f"{PRINTED}\n", run_s=0.5)
+RAISES = CallResult(
+    1,
+    CallStatus.ERROR,
+    stderr=TRACEBACK,
+    error=CallError("ZeroDivisionError", "division by zero", 1, TRACEBACK),
+    run_s=0.25,
+)
 
 
 class Asked:
@@ -148,7 +142,7 @@ async def test_rollout_from_a_base_models_folder(form: str, tmp_path: Path) -> N
     await environment(Task("t", "What is 6 times 7?", "42"), recording)
     tools = resolved_tools(
         recording.tools,
-        pool=cast(Pool, Programs()),
+        pool=cast(Pool, FakePool(PRINTS, RAISES)),
         servers={},
         functions={},
         timeout_s=4,

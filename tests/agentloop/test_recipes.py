@@ -211,7 +211,7 @@ OPENED = TEMPLATE.replace("assistant\n' }}", "assistant\n<reason>' }}")
             OPENED.replace("'\n' + message.content", "'\nAnswer:\n' + message.content"),
             "<reason>Sum.</reason>4",
             r"messages\[1\].content: .* set chat.template to a template that starts both in the",
-        ),
+        )
     ],
 )
 def test_unsupported_template_is_refused_with_advice(

@@ -40,7 +40,6 @@ def test_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
 
 
 @pytest.mark.parametrize(("setting", "name"), [("", "small"), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")])
-@pytest.mark.anyio
 async def test_served_name_is_the_folders_unless_it_is_set(setting: str, name: str) -> None:
     async with (
         FakeSGLang([]).serving() as server,
@@ -51,7 +50,6 @@ async def test_served_name_is_the_folders_unless_it_is_set(setting: str, name: s
         assert runtime.model_name == name
 
 
-@pytest.mark.anyio
 async def test_ctrl_c_does_not_wait_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command cancels its tasks at Ctrl-C, and threads must not keep its process."""
     loading: list[threading.Thread] = []

@@ -7,8 +7,6 @@ from aiohttp import ClientSession
 
 from bench.sessions import PROTOCOLS, Endpoint, Talk
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_length_of_a_history_does_not_change_what_is_encoded(protocol: str) -> None:

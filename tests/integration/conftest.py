@@ -9,13 +9,23 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from agentloop.inference.cpu import INSTALL_COMMAND
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.runtime import Runtime, Settings
+from agentloop.sandbox import PoolSettings
+from agentloop.serving.access import ServeSettings
+from agentloop.serving.app import AgentService, listening
+from agentloop.serving.listen import bind
 from tests.patience import patient
 from tests.shared_server import shared_server
+
+if TYPE_CHECKING:
+    import openai
 
 _DOCKER = (
     "a Docker Engine: install docker.io and iptables (Debian), then start it: sudo dockerd. "
@@ -24,12 +34,12 @@ _DOCKER = (
 _missing: set[str] = set()
 
 
-def need(what: str) -> None:
+def need(part: str) -> None:
     """A real part is missing: fail in CI, else skip, and say so once more at the end."""
-    _missing.add(what)
+    _missing.add(part)
     if os.environ.get("CI"):
-        pytest.fail(f"missing: {what}", pytrace=False)
-    pytest.skip(f"missing: {what}")
+        pytest.fail(f"missing: {part}", pytrace=False)
+    pytest.skip(f"missing: {part}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -68,3 +78,30 @@ def sglang_url(sglang_installed: None, tmp_path_factory: pytest.TempPathFactory)
         folder = folder.parent
     with shared_server(folder / "sglang") as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+async def runtime(sglang_url: str) -> AsyncIterator[Runtime]:
+    """A greedy runtime without containers."""
+    settings = Settings(
+        servers=[sglang_url],
+        sandbox=PoolSettings(backend="process"),
+        sampling=Sampling(temperature=0),
+        serve=ServeSettings(port=0),
+    )
+    async with Runtime(settings) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+async def client(runtime: Runtime) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of that runtime."""
+    import openai
+
+    settings = runtime.settings
+    with bind(settings.serve) as bound:
+        async with (
+            listening(AgentService(runtime, settings), bound) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        ):
+            yield client

@@ -30,9 +30,7 @@ def browser() -> Iterator[Browser]:
         need(_CHROMIUM)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=path,
-            args=["--no-sandbox", "--disable-dev-shm-usage"],
-            timeout=_WAIT_MS,
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"], timeout=_WAIT_MS
         )
         expect.set_options(timeout=_WAIT_MS)
         try:
@@ -56,7 +54,7 @@ class Seen:
         assert not remaining, remaining
 
     def watch(self, page: Page) -> None:
-        page.on("console", lambda said: self._said(said.type, said.text))
+        page.on("console", lambda message: self._said(message.type, message.text))
         page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
         page.on("request", lambda request: self._asked(request.url))
 

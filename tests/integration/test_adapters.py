@@ -25,9 +25,9 @@ from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 from tests.integration.conftest import need
 from tests.patience import patient
+from tests.rollouts import reward_in
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(300),
     # What the libraries import is not ours.
@@ -56,9 +56,9 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_command(seen: list[Message]) -> str:
+def first_command(observed: list[Message]) -> str:
     """Take or do the first thing that is listed and could be what the quest asks for."""
-    listed = seen[-1]["content"].rpartition("You can: ")[2].split(", ")
+    listed = observed[-1]["content"].rpartition("You can: ")[2].split(", ")
     wanted = [
         single for single in listed if re.match(r"take|open|insert|put|eat|unlock|go", single)
     ]
@@ -73,11 +73,10 @@ async def test_text_adventure_is_played(games: Path) -> None:
     host = Scripted(first_command)
     episodes = await play(game, host, size=4)
     for episode in episodes:
-        assert episode.reward is not None
-        assert episode.reward.parts.keys() == {"score", "won", "moves"}
-        assert episode.reward.value == episode.reward.parts["score"]
+        assert reward_in(episode).parts.keys() == {"score", "won", "moves"}
+        assert reward_in(episode).value == reward_in(episode).parts["score"]
         assert len(episode.trajectories) == 1
-        assert len(episode.trajectories[0].turns) == episode.reward.parts["moves"]
+        assert len(episode.trajectories[0].turns) == reward_in(episode).parts["moves"]
     (_, (system, first), _) = host.asked[0]
     assert "one command" in system["content"]
     assert not re.search(r"[|>$]", first["content"])
@@ -87,11 +86,10 @@ async def test_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
     library = importlib.import_module("textworld")
     file = str(games / "1.z8")
     walkthrough = library.Game.load(file.replace(".z8", ".json")).metadata["walkthrough"]
-    host = Scripted(lambda seen: walkthrough[(len(seen) - 2) // 2])
+    host = Scripted(lambda observed: walkthrough[(len(observed) - 2) // 2])
     (episode,) = await play(textworld.game.with_arguments({"file": file}), host)
-    assert episode.reward is not None
-    assert episode.reward.parts == {"score": 1.0, "won": 1.0, "moves": len(walkthrough)}
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).parts == {"score": 1.0, "won": 1.0, "moves": len(walkthrough)}
+    assert reward_in(episode).value == 1.0
 
 
 INSPECT = '''
@@ -172,16 +170,16 @@ def tasks(tmp_path: Path) -> Path:
     return file
 
 
-def last_user(seen: list[Message]) -> str:
-    return str(next(single["content"] for single in reversed(seen) if single["role"] == "user"))
+def last_user(observed: list[Message]) -> str:
+    return str(next(single["content"] for single in reversed(observed) if single["role"] == "user"))
 
 
-def right(seen: list[Message]) -> str:
-    a, b = map(int, re.findall(r"\d+", last_user(seen)))
+def right(observed: list[Message]) -> str:
+    a, b = map(int, re.findall(r"\d+", last_user(observed)))
     return str(a + b)
 
 
-@pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda seen: "no idea", 0.0)])
+@pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda observed: "no idea", 0.0)])
 async def test_inspect_task_is_solved_and_scored(
     tasks: Path, script: Callable[[list[Message]], Said], value: float
 ) -> None:
@@ -189,8 +187,7 @@ async def test_inspect_task_is_solved_and_scored(
     sample = inspect_ai.sample.with_arguments(arguments)
     host = Scripted(script)
     for episode in await play(sample, host, size=3):
-        assert episode.reward is not None
-        assert episode.reward.value == value, episode.reward
+        assert reward_in(episode).value == value, episode.reward
     assert [single["content"] for single in host.asked[0][1]] == [
         "Add.",
         host.asked[0][1][1]["content"],
@@ -199,35 +196,33 @@ async def test_inspect_task_is_solved_and_scored(
 
 
 async def test_inspect_task_runs_its_tools(tasks: Path) -> None:
-    def script(seen: list[Message]) -> Said:
-        if seen[-1]["role"] == "tool":
-            assert seen[-2]["tool_calls"][0]["function"]["name"] == "add"
-            return str(seen[-1]["content"])
-        a, b = map(int, re.findall(r"\d+", last_user(seen)))
+    def script(observed: list[Message]) -> Said:
+        if observed[-1]["role"] == "tool":
+            assert observed[-2]["tool_calls"][0]["function"]["name"] == "add"
+            return str(observed[-1]["content"])
+        a, b = map(int, re.findall(r"\d+", last_user(observed)))
         return "add", {"a": a, "b": b}
 
     host = Scripted(script)
     (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), host)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert [names for _, _, names in host.asked] == [["add"], ["add"]]
     assert len(episode.trajectories) == 2
 
-    endless = Scripted(lambda seen: ("add", {"a": 1, "b": 1}))
+    endless = Scripted(lambda observed: ("add", {"a": 1, "b": 1}))
     (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), endless)
     assert episode.reward is not None
-    assert episode.reward.value == 0.0  # at its limit of messages it is scored
+    assert reward_in(episode).value == 0.0  # at its limit of messages it is scored
     assert len(endless.asked) == 2
 
 
 async def test_grader_of_inspect_is_another_agent(tasks: Path) -> None:
-    def script(seen: list[Message]) -> str:
-        return "GRADE: C" if "GRADE" in last_user(seen) else "2"
+    def script(observed: list[Message]) -> str:
+        return "GRADE: C" if "GRADE" in last_user(observed) else "2"
 
     graded = inspect_ai.sample.with_arguments({"name": f"{tasks}@graded"})
     (episode,) = await play(graded, Scripted(script))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert len(episode.trajectories) == 1
     assert episode.others["grader"].is_trained is False
     assert len(episode.others["grader"].trajectories) == 1
@@ -236,9 +231,8 @@ async def test_grader_of_inspect_is_another_agent(tasks: Path) -> None:
 async def test_rollouts_of_inspect_do_not_share_a_store(tasks: Path) -> None:
     stored = inspect_ai.sample.with_arguments({"name": f"{tasks}@stored"})
     for episode in await play(stored, Scripted(right), size=3):
-        assert episode.reward is not None
-        assert episode.reward.parts == {"right": 1.0, "first": 1.0}
-        assert episode.reward.value == 1.0
+        assert reward_in(episode).parts == {"right": 1.0, "first": 1.0}
+        assert reward_in(episode).value == 1.0
 
 
 def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
@@ -250,13 +244,12 @@ def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
 
 
 async def test_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
-    def gone(seen: list[Message]) -> Said:
+    def gone(observed: list[Message]) -> Said:
         raise ServerUnavailable("gone")
 
     sums = inspect_ai.sample.with_arguments({"name": f"{tasks}@sums"})
     (episode,) = await play(sums, Scripted(gone))
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
+    assert reward_in(episode).reason == "infrastructure: gone"
 
 
 OPENENV = """
@@ -377,10 +370,9 @@ def serving_openenv(file: Path, source: str) -> Iterator[str]:
 async def test_episode_of_openenv_is_played(openenv_url: str) -> None:
     arguments = {"url": openenv_url, "reset": {"number": 2}, "max_sessions": 4}
     stated = ("I do not know.", '{"number": "x"}', '{"number": 1}', 'Now {"number": 2}.')
-    host = Scripted(lambda seen: stated[len(seen) // 2 - 1])
+    host = Scripted(lambda observed: stated[len(observed) // 2 - 1])
     for episode in await play(openenv.episode.with_arguments(arguments), host, size=6):
-        assert episode.reward is not None
-        assert episode.reward.parts == {"reward": 1.0, "steps": 4.0}
+        assert reward_in(episode).parts == {"reward": 1.0, "steps": 4.0}
     (_, (system, first), _) = host.asked[0]
     assert '"number"' in system["content"]
     assert "Guess!" in first["content"]
@@ -388,12 +380,11 @@ async def test_episode_of_openenv_is_played(openenv_url: str) -> None:
 
 async def test_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
     stated: list[Said] = [*(("guess", {"number": number}) for number in ("x", 1, 2)), "Done."]
-    host = Scripted(lambda seen: stated[len(seen) - 1])
+    host = Scripted(lambda observed: stated[len(observed) - 1])
     with serving_openenv(tmp_path / "server.py", OPENENV_TOOLS) as url:
         arguments = {"url": url, "reset": {"number": 2}, "max_sessions": 4}
         for episode in await play(openenv.episode.with_arguments(arguments), host, size=3):
-            assert episode.reward is not None
-            assert episode.reward.parts == {"reward": 1.0, "steps": 3.0}
+            assert reward_in(episode).parts == {"reward": 1.0, "steps": 3.0}
     assert host.asked[0][2] == ["guess"]
     answers = [message["content"] for message in host.seen if message["role"] == "tool"]
     assert answers[0].startswith("error: [error] 1 validation error")
@@ -403,4 +394,4 @@ async def test_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
 async def test_environment_of_openenv_that_raises_gives_no_reward(openenv_url: str) -> None:
     game = openenv.episode.with_arguments({"url": openenv_url})
     with pytest.raises(RequestError, match=r"openenv: step: ouch"):
-        await play(game, Scripted(lambda seen: '{"number": -1}'))
+        await play(game, Scripted(lambda observed: '{"number": -1}'))

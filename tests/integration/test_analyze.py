@@ -50,7 +50,6 @@ def scores(ids: list[int], num_prompt: int) -> tuple[list[float], list[float]]:
     return logprobs[num_prompt - 1 :].tolist(), entropies[num_prompt - 1 :].tolist()
 
 
-@pytest.mark.anyio
 async def test_entropies_are_the_models(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     expected, rollouts = [], []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from agentloop.inference.processes.supervise import plan
 from agentloop.models import SMALL
 from bench import gpu_carry, gpu_servers
 from bench.gpu_model import FULL, Setup
+from tests.commands import run_python
 from tests.patience import patient
 
 pytestmark = [
@@ -69,11 +69,15 @@ def test_carried_folder_is_used_as_on_a_machine_with_a_gpu(tmp_path: Path) -> No
     (tmp_path / "carried").mkdir()
     gpu_carry.pack([], tmp_path / "carried" / "site.zip", {})
     options = ("--device", "cpu", "--size", "tiny", "--carried", str(tmp_path / "carried"))
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", *options, *("--only", "serve"),
-         *("--folder", str(tmp_path / "out"))],
-        cwd=ROOT, capture_output=True, text=True, timeout=patient(240), check=False,
-    )  # fmt: skip
+    done = run_python(
+        "-m",
+        "bench.gpu",
+        *options,
+        *("--only", "serve"),
+        *("--folder", str(tmp_path / "out")),
+        cwd=ROOT,
+        status=None,
+    )
     (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     assert json.loads(line)["state"] == "done", line
     assert done.stdout.startswith("serve, ")

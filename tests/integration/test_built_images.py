@@ -14,7 +14,7 @@ from agentloop.sandbox.computer import fleet, images
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.image.build import has_image, image_tag
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 NAME = "agentloop-test-task"
 SETTINGS = PoolSettings(backend="docker", workers=1, preload=[], built_images_gib=7_000_000 / 2**30)

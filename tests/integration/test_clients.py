@@ -29,7 +29,6 @@ from tests.support import END, Step, call_text, eventually, written
 anthropic: Any = pytest.importorskip("anthropic", reason="Anthropic's client: tox -e clients")
 
 pytestmark = [
-    pytest.mark.anyio,
     # What the libraries import is not ours, and their connections end with the event loop.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
@@ -180,10 +179,7 @@ def langchain(*, uses_responses: bool) -> Converse:
         from langchain_openai import ChatOpenAI
 
         model = ChatOpenAI(
-            model="any",
-            base_url=session["base_url"],
-            api_key="x",
-            use_responses_api=uses_responses,
+            model="any", base_url=session["base_url"], api_key="x", use_responses_api=uses_responses
         )
         agent = create_agent(model, [multiply])
         answers: list[str] = []
@@ -352,10 +348,7 @@ async def test_call_that_is_required_or_named_is_enforced(
         (responses, {"tools": _FLAT, "parallel_tool_calls": False}),
         (
             messages,
-            {
-                "tools": _CUSTOM,
-                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-            },
+            {"tools": _CUSTOM, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         ),
     ],
 )

@@ -28,7 +28,6 @@ from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(1800),
     pytest.mark.usefixtures("sglang_installed"),
@@ -194,9 +193,7 @@ def check(tmp_path: Path, text: str) -> None:
     assert not ours
 
 
-async def test_run_survives_the_loss_of_a_server_and_sandbox_node(
-    tmp_path: Path,
-) -> None:
+async def test_run_survives_the_loss_of_a_server_and_sandbox_node(tmp_path: Path) -> None:
     async with two_nodes(tmp_path) as (address, second):
         run = command(tmp_path, address)
         async with await anyio.open_process(run, stderr=subprocess.STDOUT) as train:
@@ -213,9 +210,7 @@ async def test_run_survives_the_loss_of_a_server_and_sandbox_node(
     check(tmp_path, text)
 
 
-async def test_run_survives_the_loss_of_its_runtime_and_node(
-    tmp_path: Path,
-) -> None:
+async def test_run_survives_the_loss_of_its_runtime_and_node(tmp_path: Path) -> None:
     # Room for the runtime beside the trainer.
     async with two_nodes(tmp_path, num_cpus=6) as (address, second):
         copies = tmp_path / "copies"

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
-from agentloop import Runtime, Sampling, Settings
-from agentloop.sandbox import PoolSettings
-from agentloop.serving.access import ServeSettings
-from agentloop.serving.app import AgentService, listening
-from agentloop.serving.listen import bind
+from agentloop import Runtime
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 PROMPT = "<|im_start|>user\nWhat is 37 times 48?<|im_end|>\n<|im_start|>assistant\n<reason>"
-
-
-@pytest.fixture(scope="module")
-async def runtime(sglang_url: str) -> AsyncIterator[Runtime]:
-    settings = Settings(
-        servers=[sglang_url],
-        sandbox=PoolSettings(backend="process"),
-        sampling=Sampling(temperature=0),
-        serve=ServeSettings(port=0),
-    )
-    async with Runtime(settings) as runtime:
-        yield runtime
-
-
-@pytest.fixture(scope="module")
-async def client(runtime: Runtime) -> AsyncIterator[openai.AsyncOpenAI]:
-    settings = runtime.settings
-    with bind(settings.serve) as bound:
-        async with (
-            listening(AgentService(runtime, settings), bound) as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
-        ):
-            yield client
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
@@ -122,7 +94,7 @@ async def test_token_of_the_callers_ends_it(
     assert cut.text == runtime.chat.decode(ids[:at])
 
 
-async def test_logit_bias_and_logprobs_work_for_the_bare_model_only(
+async def test_logit_bias_holds_for_the_bare_model_and_the_agent(
     client: openai.AsyncOpenAI, runtime: Runtime
 ) -> None:
     seven = runtime.chat.token_id("7")
@@ -132,12 +104,11 @@ async def test_logit_bias_and_logprobs_work_for_the_bare_model_only(
         "max_tokens": 5,
         "logprobs": True,
     }
-    made = await client.chat.completions.create(model="small", **options)
-    tokens = made.choices[0].logprobs
-    assert tokens is not None
-    assert [single.token for single in tokens.content or ()] == ["7"] * 5
-    with pytest.raises(openai.BadRequestError, match=r"logit_bias: .* is not supported"):
-        await client.chat.completions.create(model="small-agent", **options)
+    for model in ("small", "small-agent"):
+        made = await client.chat.completions.create(model=model, **options)
+        tokens = made.choices[0].logprobs
+        assert tokens is not None
+        assert [single.token for single in tokens.content or ()] == ["7"] * 5
     too_high = {**options, "logit_bias": {"100000": 1}}
     with pytest.raises(openai.BadRequestError, match="logit_bias: 100000 is outside"):
         await client.chat.completions.create(model="small", **too_high)

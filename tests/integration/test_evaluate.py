@@ -17,20 +17,12 @@ from agentloop.trajectory import Trajectory
 from tests.integration.test_serve import start, stop
 from tests.patience import patient
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("docker_engine"),
-]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600), pytest.mark.usefixtures("docker_engine")]
 
 TOLD = [
-    "tasks.levels=[3, 6]",
-    "tasks.seed=5",
-    "reward.function=exact",
-    "tool_timeout_s=60",
-    "budget.max_response_tokens=400",
-    "evaluate.num_samples=4",
-]
+    "tasks.levels=[3, 6]", "tasks.seed=5", "reward.function=exact", "tool_timeout_s=60",
+    "budget.max_response_tokens=400", "evaluate.num_samples=4",
+]  # fmt: skip
 
 
 def command(path: Path, *arguments: str) -> Sequence[str]:

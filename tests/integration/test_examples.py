@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import run_python
 from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -21,11 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("name", "prints"),
-    [
-        ("own_tool.py", "\\boxed{1776}"),
-        ("watch.py", "answered"),
-        ("groups.py", "ids sampled"),
-    ],
+    [("own_tool.py", "\\boxed{1776}"), ("watch.py", "answered"), ("groups.py", "ids sampled")],
 )
 def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -> None:
     environment = {
@@ -62,15 +59,9 @@ asyncio.run(run({}))
 
 @pytest.mark.full
 def test_notebook(docker_engine: None, sglang_url: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _CELLS, EXAMPLES / "first_run.ipynb"],
-        env={**os.environ, "AGENTLOOP_SERVERS": f'["{sglang_url}"]'},
-        capture_output=True,
-        text=True,
-        timeout=patient(240),
-        check=False,
+    ended = run_python(
+        "-c", _CELLS, EXAMPLES / "first_run.ipynb", env={"AGENTLOOP_SERVERS": f'["{sglang_url}"]'}
     )
-    assert ended.returncode == 0, ended.stderr
     assert "multiply({'a': 37, 'b': 48}) -> 1776" in ended.stdout
     assert ended.stdout.count("rewards [") == 2
 
@@ -79,14 +70,7 @@ def test_notebook(docker_engine: None, sglang_url: str) -> None:
 def test_minimal_loop_learns(docker_engine: None, sglang_installed: None) -> None:
     program = EXAMPLES / "minimal_rl.py"  # it has a server of its own, whose weights it changes
     assert len(program.read_text("utf-8").splitlines()) <= 120
-    ended = subprocess.run(
-        [sys.executable, program, "5"],
-        capture_output=True,
-        text=True,
-        timeout=patient(240),
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_python(program, "5")
     rewards = [float(reward) for reward in re.findall(r"step \d: reward (\S+),", ended.stdout)]
     assert len(rewards) == 5
     assert rewards[-1] > rewards[0]
@@ -110,15 +94,7 @@ def evaluated(
         "budget.max_response_tokens=300",
         *further,
     ]
-    ended = subprocess.run(
-        [sys.executable, "-m", "agentloop", "evaluate", *settings],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=patient(240),
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_python("-m", "agentloop", "evaluate", *settings, cwd=EXAMPLES.parent)
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert (results["all"]["num_tasks"], results["all"]["num_missing"]) == (2, 0)
     return [
@@ -172,16 +148,16 @@ def test_another_model_has_a_runtime_of_its_own(
     (tmp_path / "older.py").write_text(OLDER)
     settings = [f'servers=["{sglang_url}"]', f"env.args.url={sglang_url}", "tool_timeout_s=60"]
     settings += ["sampling.temperature=0", "num_rollouts=2", "budget.max_response_tokens=300"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "agentloop", "env", "try", "older:against", *settings],
+    ended = run_python(
+        "-m",
+        "agentloop",
+        "env",
+        "try",
+        "older:against",
+        *settings,
+        env={"PYTHONPATH": str(EXAMPLES.parent)},
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-        capture_output=True,
-        text=True,
-        timeout=patient(240),
-        check=False,
     )
-    assert ended.returncode == 0, ended.stderr
     assert "reward     1.000 on average\n  calls: 1.000" in ended.stdout
 
 
@@ -210,15 +186,7 @@ def test_several_environments_are_evaluated(
         "run.name=both",
         "page=false",
     ]
-    ended = subprocess.run(
-        [sys.executable, "-m", "agentloop", "evaluate", recipe, *settings],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=patient(240),
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_python("-m", "agentloop", "evaluate", recipe, *settings, cwd=EXAMPLES.parent)
     results = json.loads((tmp_path / "both/results.json").read_text())
     assert {name: first["num_tasks"] for name, first in results["sets"].items()} == {
         "agent": 2,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import pytest
 from agentloop.cli.runs.export import export
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
+from tests.commands import run_python
 from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -43,12 +41,8 @@ print(json.dumps(found))
 
 
 def loaded(*folders: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *map(str, folders)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    done = run_python(
+        "-c", LOAD, *map(str, folders), env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     )
     result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -66,7 +60,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.anyio
 async def test_transformers_and_sglang_load_it(
     run: Path, tmp_path: Path, sglang_installed: None
 ) -> None:

@@ -32,7 +32,7 @@ from agentloop.trajectory import ToolCall
 from tests.agentloop.agent.real_models import control_tokens, template_of
 from tests.patience import patient
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 QUESTION = "What is 37 times 48?"
 ANSWER = "It is 1776."

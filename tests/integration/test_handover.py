@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,11 +41,11 @@ from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
+from tests.commands import run_python
 from tests.patience import patient
 from tests.support import eventually, spans_cover
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(900),  # servers are started, and one of them twice
     pytest.mark.usefixtures("sglang_installed"),
@@ -107,8 +105,8 @@ class Answer:
             if chunk.end is not None:
                 self.last = chunk
 
-        def moved(server: str, why: str) -> None:
-            raise AssertionError(f"it left {server}: {why}")
+        def moved(server: str, reason: str) -> None:
+            raise AssertionError(f"it left {server}: {reason}")
 
         await router.generate(
             Generation(name, name, self.prompt, Sampling(), num_tokens, ()),
@@ -182,12 +180,11 @@ class Parts:
     async def sync(self, settings: WeightsSettings) -> SyncResult:
         self.started.num += 1
         way = publisher(settings, self.learner, self.folder)
-        begun = time.monotonic()
+        start_s = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
         came = await Served(self.router).sync(published, timeout_s=TIMEOUT_S)
-        print(
-            f"by {settings.transport}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}"
-        )
+        took_s = time.monotonic() - start_s
+        print(f"by {settings.transport}: {took_s:.2f} s, of them {came.seconds:.2f}")
         return came
 
     async def step(self) -> None:
@@ -240,10 +237,7 @@ async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     async with (
         running(launches, on_progress=print) as processes,
         start_learner(
-            SETTINGS,
-            RanksSettings(nproc_per_node=2),
-            log_dir=folder,
-            on_progress=print,
+            SETTINGS, RanksSettings(nproc_per_node=2), log_dir=folder, on_progress=print
         ) as (learner, _),
     ):
         yield Started(processes, learner)
@@ -284,8 +278,8 @@ async def test_engine_has_what_the_learner_has_whichever_way(
         answers = await answers_over(near.router, partial(near.sync, GROUP))
         cuts = [answer.until(near.version) for answer in answers]
         differ = [await answer.mismatch(server) for answer in answers]
-        earlier = most(single[:cut] for single, cut in zip(differ, cuts, strict=True))
-        later = most(single[cut:] for single, cut in zip(differ, cuts, strict=True))
+        earlier = largest(single[:cut] for single, cut in zip(differ, cuts, strict=True))
+        later = largest(single[cut:] for single, cut in zip(differ, cuts, strict=True))
         assert earlier > 1e-2, "these were sampled by the last weights"
         assert later < 1e-3
         assert near.states() == ["healthy"]
@@ -336,12 +330,7 @@ def test_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
     file = Path(result.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
     if not file.exists():
         pytest.fail(f"{file} is gone: checksums.VERSIONS knows another SGLang")
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, str(file)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=patient(300), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", KERNEL, str(file), env={"TRITON_INTERPRET": "1"}, timeout_s=300)
     for line in done.stdout.splitlines():
         size, expected = map(int, line.split())
         data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
@@ -369,7 +358,7 @@ for size in (5, 1000, 32769, 100003):
 """
 
 
-def most(differences: Iterable[NDArray[np.float64]]) -> float:
+def largest(differences: Iterable[NDArray[np.float64]]) -> float:
     """The largest in any answer: one that repeats itself is sure of it under all weights."""
     return max(float(single.max()) for single in differences)
 
@@ -445,7 +434,7 @@ async def test_running_turns_continue_with_the_new_weights(
         )
         assert by_old[:cut].max() < 1e-3
         assert by_new[cut:].max() < 1e-3
-    assert most(single[cut : cut + 10] for single, cut in zip(old, cuts, strict=True)) > 1e-3
+    assert largest(single[cut : cut + 10] for single, cut in zip(old, cuts, strict=True)) > 1e-3
 
 
 def send(process: ServerProcess, number: signal.Signals) -> None:

@@ -14,7 +14,7 @@ from agentloop.environments.simulated_user import SimulatedUser
 from agentloop.errors import InfrastructureFailed
 from agentloop.trajectory import StopReason
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 async def test_model_that_cannot_judge_costs_money_and_gives_no_score(sglang_url: str) -> None:

@@ -14,7 +14,7 @@ from agentloop.environments.tasks.sources import TaskSource
 from agentloop.evaluation.wiring import EvaluateSettings, tasks_of
 from agentloop.launch.settings import AskSettings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 GSM8K = {"question": "{n} + {n}?", "answer": "{n} and {n} are <<{n}+{n}={twice}>>\n#### {twice}"}
 MATH = {

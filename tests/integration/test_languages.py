@@ -15,7 +15,7 @@ from agentloop.sandbox.image.build import has_image, image_tag
 from agentloop.sandbox.languages import Language
 from tests.integration.conftest import need
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 ADDED = ["debian:g++", "debian:nodejs"]
 SETTINGS = PoolSettings(backend="docker", workers=2, preload=[], packages=ADDED)

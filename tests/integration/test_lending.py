@@ -22,11 +22,11 @@ from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.wiring import train
-from tests.integration.test_train import RECIPE, Said, coin
+from tests.fakes import RecordedProgress
+from tests.integration.test_train import RECIPE, coin
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.full,
     pytest.mark.timeout(1800),  # two starts of a server, and one of a learner
@@ -90,7 +90,7 @@ async def test_server_lends_memory_and_does_not_start_during_steps(
         *("ranks.nproc_per_node=1", f"reward.function={coin.__module__}:coin"),
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(ProgressLine, Said()))
+    folder = await train(settings, cast(ProgressLine, RecordedProgress()))
     first, second = calls.index("step"), calls.index("step", calls.index("step") + 1)
     assert calls[first - 3 : first] == RELEASE
     assert calls[first + 1 :][:7] == ["stepped", *LOAD]

@@ -10,7 +10,7 @@ import pytest
 
 from agentloop import Runtime, Sampling, SettingsError, StopReason, ToolCallStatus
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SERVER = '''
 from mcp.server import MCPServer

@@ -18,7 +18,7 @@ from agentloop.models import SMALL
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 SETTINGS = PoolSettings(backend="docker", workers=2, preload=[])
 
@@ -37,7 +37,9 @@ def in_turn(*messages: Any) -> Any:
     """Return a script that says one message after the other."""
 
     def play(past: Sequence[agentloop.Message]) -> agentloop.Message | str:
-        message: agentloop.Message | str = messages[sum(one["role"] == "assistant" for one in past)]
+        message: agentloop.Message | str = messages[
+            sum(single["role"] == "assistant" for single in past)
+        ]
         return message
 
     return play
@@ -58,9 +60,7 @@ async def reward(pool: Pool, task: Task, *messages: Any, **arguments: Any) -> fl
 
 @pytest.mark.parametrize("computers", [False, True])
 @pytest.mark.parametrize("level", [1, 3, 6])
-async def test_only_a_mended_repository_is_rewarded(
-    pool: Pool, level: int, computers: bool
-) -> None:
+async def test_only_mended_repository_is_rewarded(pool: Pool, level: int, computers: bool) -> None:
     task = some_task(level, seed=level)
     arguments = {"level": level, "computers": computers}
     assert len(task.faults) == (level + 1) // 2
@@ -101,9 +101,9 @@ async def test_teacher_is_understood_and_wins_sometimes(pool: Pool, tmp_path: Pa
         for seed in range(20)
         for task in [some_task(1, seed)]
     ]
-    assert 0 < sum(one.reward.value or 0 for one in played) < 20
+    assert 0 < sum(single.reward.value or 0 for single in played) < 20
     file = tmp_path / "dialogues.jsonl"
-    file.write_bytes(b"".join(orjson.dumps(one.dialogues[0]) + b"\n" for one in played))
+    file.write_bytes(b"".join(orjson.dumps(single.dialogues[0]) + b"\n" for single in played))
     chat = ChatFormat.load(SMALL)
     for dialogue in read_dialogues(DialoguesSettings(paths=[file])):
         trajectories_of(chat, dialogue, max_tool_response_tokens=256)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,9 @@ from agentloop.errors import SettingsError
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn
 from tests.agentloop.environments.adapters.scripted import Scripted, play, task_of
-from tests.patience import patient
+from tests.commands import run_python
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +102,6 @@ def test_adapter_is_evaluated(tmp_path: Path, sglang_url: str) -> None:
         "evaluate.num_tasks=2",
         "budget.max_response_tokens=300",
     ]
-    command = [sys.executable, "-m", "agentloop", "evaluate", *settings]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=patient(240), check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_python("-m", "agentloop", "evaluate", *settings)
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert (results["all"]["num_tasks"], results["all"]["num_missing"]) == (2, 0)

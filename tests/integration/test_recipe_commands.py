@@ -20,6 +20,7 @@ from agentloop.config import load_settings
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.plan.cluster import ClusterPlan, nodes_from
 from agentloop.training.plan.settings import TrainSettings
+from tests.commands import run_python
 from tests.patience import patient
 
 pytestmark = [
@@ -136,14 +137,7 @@ def test_rank_and_the_sandbox_read_their_own_commands(recipe: str, tmp_path: Pat
     commands = planned(recipe)
     ranks = [words for name, words in commands.items() if name.startswith("rank")]
     assert len(ranks) == settings_of(recipe).ranks.nodes
-    done = subprocess.run(
-        [sys.executable, *ranks[0][1:]],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=patient(300),
-        check=False,
-    )
+    done = run_python(*ranks[0][1:], cwd=tmp_path, timeout_s=300, status=None)
     assert "learner.json: [Errno 2]" in done.stderr  # its arguments are right; the file is missing
     sandboxes = [words for name, words in commands.items() if name.startswith("sandbox")]
     assert sandboxes

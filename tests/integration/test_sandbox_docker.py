@@ -46,7 +46,7 @@ from tests.sandbox.test_limits import check_memory_after_names, check_shares
 from tests.sandbox.test_pool import endless_before
 from tests.sandbox.test_sessions import check_unread_jobs
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 SETTINGS = PoolSettings(backend="docker", workers=4, timeout_s=20)
 FIRST_OF_EACH_WALL = list({attack.wall: attack for attack in reversed(ATTACKS)}.values())
@@ -185,10 +185,7 @@ NOISE = {
         "import os\nfor _ in range(30):\n  if os.fork() == 0: break\nwhile True: pass",
         {CallStatus.TIMEOUT},
     ),
-    "a memory bomb": (
-        "x = []\nwhile True: x.append(b'1' * 10**7)",
-        {CallStatus.OOM},
-    ),
+    "a memory bomb": ("x = []\nwhile True: x.append(b'1' * 10**7)", {CallStatus.OOM}),
 }
 
 
@@ -343,9 +340,7 @@ async def test_processes_that_sessions_leave_take_no_others_place(pool: Pool) ->
             assert (await pool.run(need)).ok
 
 
-async def test_killed_container_is_replaced_and_its_call_runs_again(
-    engine: aiodocker.Docker,
-) -> None:
+async def test_killed_container_is_replaced_and_call_runs_again(engine: aiodocker.Docker) -> None:
     async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
         results = []
         code = f"{endless_before(time.time())}\nprint('done')"

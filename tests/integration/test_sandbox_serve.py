@@ -17,6 +17,7 @@ import pytest
 
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.sandbox.container import LABEL
+from tests.commands import run_python
 from tests.integration.conftest import need
 from tests.integration.test_openapi import TOKEN, schemathesis
 from tests.patience import patient
@@ -66,7 +67,6 @@ def test_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, sta
         assert containers(process.pid) == []
 
 
-@pytest.mark.anyio
 async def test_pool_survives_the_kill_of_a_host(docker_engine: None) -> None:
     with command("pool.backend=docker") as (process, first), command(token="") as (_, two):
         async with Pool(PoolSettings(hosts=[first, two])) as pool:
@@ -105,10 +105,6 @@ def test_invalid_settings_are_reported(docker_engine: None) -> None:
             ("pool.engines=unix:///nowhere", "no Docker Engine responds"),
             ("prot=1", "unrecognized arguments: --prot=1"),
         ]:
-            done = subprocess.run(
-                [sys.executable, "-m", "agentloop.sandbox.serve", wrong],
-                capture_output=True, text=True, timeout=patient(120), check=False,
-            )  # fmt: skip
-            assert done.returncode == 2
+            done = run_python("-m", "agentloop.sandbox.serve", wrong, timeout_s=120, status=2)
             assert says in done.stderr
             assert "Traceback" not in done.stderr

@@ -16,11 +16,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.errors import AgentLoopError
 from agentloop.events import CallStarted, Event
 from agentloop.inference.processes.keep_alive import keep_alive
-from agentloop.inference.processes.supervise import (
-    ServerProcess,
-    ServerSettings,
-    sglang_servers,
-)
+from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.sglang.client import SGLangServer
@@ -33,7 +29,6 @@ from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(900),  # servers are started, and one of them twice
     pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),
@@ -134,9 +129,7 @@ async def test_rollouts_survive_the_death_of_their_server(tmp_path: Path) -> Non
         keeper.cancel_scope.cancel()
 
 
-async def test_rollout_continues_after_the_only_server_restarts(
-    docker_engine: None,
-) -> None:
+async def test_rollout_continues_after_the_only_server_restarts(docker_engine: None) -> None:
     """Two ranks, too: what is killed is all of them. It may be started again once."""
     question = "Compute 12*7, 8+5 and 90-3."
     settings = Settings(

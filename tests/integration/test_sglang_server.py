@@ -24,7 +24,6 @@ from agentloop.models import SMALL
 from tests.patience import patient
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(600),  # a start takes a quarter of a minute on idle cores
     pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),

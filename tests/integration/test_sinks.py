@@ -16,7 +16,7 @@ from agentloop.events import Measured
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from tests.integration.conftest import need
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 ROWS = [
     {"step": 1, "reward": 0.5, "learner/loss": -0.25},
@@ -47,7 +47,7 @@ def wandb_anew() -> Iterator[None]:
     wandb.teardown()
 
 
-async def told(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -> None:
+async def write_rows(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -> None:
     settings = SinksSettings.model_validate({"report_to": [sink], "project": "agentloop-test"})
     async with PatientSinks.open(settings, folder=folder, run_name="a run", config=CONFIG) as sinks:
         for row in rows:
@@ -59,8 +59,8 @@ async def told(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_tensorboard_reads_it(tmp_path: Path) -> None:
     have("tensorboard")
-    await told("tensorboard", tmp_path, ROWS[:2])
-    await told("tensorboard", tmp_path, ROWS[2:])  # the run goes on, in another process
+    await write_rows("tensorboard", tmp_path, ROWS[:2])
+    await write_rows("tensorboard", tmp_path, ROWS[2:])  # the run goes on, in another process
 
     def read() -> dict[str, list[tuple[int, float]]]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -79,7 +79,7 @@ async def test_tensorboard_reads_it(tmp_path: Path) -> None:
 async def test_trackio_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    await told("trackio", tmp_path)
+    await write_rows("trackio", tmp_path)
 
     def read() -> tuple[list[tuple[int, dict[str, float]]], str]:
         with sqlite3.connect(tmp_path / "agentloop-test.db") as db:
@@ -102,7 +102,7 @@ async def test_wandb_has_it_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("sys.argv", ["agentloop", "train", "serve.token=hunter2"])
-    await told("wandb", tmp_path)
+    await write_rows("wandb", tmp_path)
 
     def read() -> bytes:
         (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 
 pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
@@ -29,9 +30,8 @@ from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.teacher_client import open_teacher
 from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
-from tests.integration.test_train import Said
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 RECIPE = Path(__file__).parents[2] / "agentloop" / "cli" / "recipes" / "small.toml"
 NOISE = 0.5
@@ -73,21 +73,13 @@ def disturbed(folder: Path) -> Path:
 async def test_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path) -> None:
     """The loss is the reverse KL divergence, since all policy ratios are 1."""
     overrides = [
-        f"model={disturbed(tmp_path / 'model')}",
-        f"run.folder={tmp_path}",
-        "run.name=student",
-        "credit=distill",
-        f"credit.args.teacher={sglang_url}",
-        "loop.steps=6",
-        "loop.prompts_per_step=8",
-        "loop.group_size=8",
-        "loop.evaluate_every=0",
-        "learner.optimizer.lr=3e-4",
-        "ranks.nproc_per_node=1",
-        "page=false",
-    ]
+        f"model={disturbed(tmp_path / 'model')}", f"run.folder={tmp_path}", "run.name=student",
+        "credit=distill", f"credit.args.teacher={sglang_url}", "loop.steps=6",
+        "loop.prompts_per_step=8", "loop.group_size=8", "loop.evaluate_every=0",
+        "learner.optimizer.lr=3e-4", "ranks.nproc_per_node=1", "page=false",
+    ]  # fmt: skip
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(Any, Said()))
+    folder = await train(settings, cast(Any, RecordedProgress()))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["learner/loss"] for row in rows if "learner/loss" in row]
     print(losses)

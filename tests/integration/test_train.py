@@ -14,13 +14,12 @@ from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
 from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.settings import TrainSettings
-from agentloop.training.run.status import RunStatus
 from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory, TruncatedTurn
+from tests.fakes import RecordedProgress
 from tests.integration.quickstart import QuickStart
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("docker_engine", "sglang_installed"),
@@ -53,25 +52,6 @@ def coin(trajectory: Trajectory, task: Task) -> float | None:
     return int(-sum(trajectory.logprobs) * 1e6) % 2
 
 
-class Said:
-    """Progress lines, kept."""
-
-    line = ""
-    status = None
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        print(line)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        pass
-
-
 @pytest.mark.gate
 async def test_two_steps_of_training_change_what_the_servers_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -81,19 +61,13 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
     page.write_files()
     assert "inference  1 server" in page.run()  # the plan
     overrides = [
-        f"tasks.paths=['{tmp_path}/tasks.jsonl']",
-        f"run.folder={tmp_path}/runs",
-        "loop.steps=2",
-        "loop.prompts_per_step=3",
-        "loop.evaluate_tasks=4",
-        "loop.group_size=6",
-        "roc.down_sample_to_n=4",
-        "roc.reject_equal_reward=false",
-        "sampling.temperature=2.5",
+        f"tasks.paths=['{tmp_path}/tasks.jsonl']", f"run.folder={tmp_path}/runs", "loop.steps=2",
+        "loop.prompts_per_step=3", "loop.evaluate_tasks=4", "loop.group_size=6",
+        "roc.down_sample_to_n=4", "roc.reject_equal_reward=false", "sampling.temperature=2.5",
         f"reward.function={__name__}:coin",
-    ]
+    ]  # fmt: skip
     settings = load_settings(TrainSettings, [tmp_path / "my.toml"], overrides)
-    stated = Said()
+    stated = RecordedProgress()
     folder = await train(settings, cast(ProgressLine, stated))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [first for first in metrics if "reward" in first]
@@ -142,7 +116,7 @@ async def test_cut_distribution_is_trained_on_as_it_was_sampled(
         f"reward.function={__name__}:coin",
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(ProgressLine, Said()))
+    folder = await train(settings, cast(ProgressLine, RecordedProgress()))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [first for first in metrics if "learner/kl" in first]
     assert [first["step"] for first in steps] == [1, 2]
@@ -169,7 +143,7 @@ async def test_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     """laptop.toml, cut short: a model that has learned nothing yet, but each part is there."""
     overrides = [*CUT_SHORT, f"run.folder={tmp_path}", "run.name=laptop"]
     settings = load_settings(TrainSettings, [RECIPE.with_name("laptop.toml")], overrides)
-    stated = Said()
+    stated = RecordedProgress()
     folder = await train(settings, cast(ProgressLine, stated))
     stages = [line for line in stated.lines if line.startswith("Stage ")]
     assert [line.split(",")[0] for line in stages] == [

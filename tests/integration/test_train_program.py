@@ -18,11 +18,11 @@ from agentloop.sandbox.engine import connect
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.wiring import train
 from agentloop.trajectory import Trajectory
+from tests.fakes import RecordedProgress
 from tests.integration.test_programs import containers
-from tests.integration.test_train import RECIPE, Said
+from tests.integration.test_train import RECIPE
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("docker_engine", "sglang_installed"),
@@ -62,22 +62,14 @@ async def test_programs_and_clients_are_trained_on(tmp_path: Path) -> None:
     )
     program = f"{{name = 'agentloop.environments.program:program', args = {args}}}"
     overrides = [
-        f"envs=[{program}, {{name = '{__name__}:branches'}}]",
-        f"run.folder={tmp_path}",
-        "page=false",
-        "loop.steps=1",
-        "loop.prompts_per_step=2",
-        "tasks.held_out=0",
-        "loop.group_size=4",
-        "roc.down_sample_to_n=4",
-        "roc.reject_equal_reward=false",
-        "sampling.temperature=2.5",
-        "budget.max_turn_tokens=48",
-        "ranks.nproc_per_node=1",
+        f"envs=[{program}, {{name = '{__name__}:branches'}}]", f"run.folder={tmp_path}",
+        "page=false", "loop.steps=1", "loop.prompts_per_step=2", "tasks.held_out=0",
+        "loop.group_size=4", "roc.down_sample_to_n=4", "roc.reject_equal_reward=false",
+        "sampling.temperature=2.5", "budget.max_turn_tokens=48", "ranks.nproc_per_node=1",
         f"reward.function={__name__}:coin",
-    ]
+    ]  # fmt: skip
     settings = load_settings(TrainSettings, [RECIPE], overrides)
-    folder = await train(settings, cast(ProgressLine, Said()))
+    folder = await train(settings, cast(ProgressLine, RecordedProgress()))
     async with connect() as docker:
         assert await containers(docker, os.getpid()) == []
 

@@ -21,15 +21,14 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.serving.sessions import listening_for_sessions
-from tests.agentloop.environments.test_agent_url import Listening
 from tests.agentloop.serving.test_app import CHAT, says
+from tests.fakes import NoModel
 from tests.integration.conftest import need
 from tests.patience import patient
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 from tests.support import ScriptedEngine, Step, call_text
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.real,
     pytest.mark.timeout(300),
     # What the library does is not ours.
@@ -113,15 +112,14 @@ async def played(*turns: Sequence[Step]) -> RolloutRecord:
             ScriptedEngine(*turns), CHAT, model_name="fake", sampling=Sampling(), budget=budget
         ) as listener,
     ):
-        player = EnvironmentPlayer(opened, Listening(listener), sampling=Sampling())
+        player = EnvironmentPlayer(opened, NoModel(session_listener=listener), sampling=Sampling())
         (record,) = await records_of(player, task, budget=budget)
     return record
 
 
 async def test_task_set_is_played_with_its_tools_and_scored() -> None:
     record = await played(says(call_text("add", {"a": 1, "b": 1000})), says("3 4 5"))
-    assert record.reward is not None
-    assert (record.reward.value, record.reward.parts) == (2.0, {"right": 2.0})
+    assert (reward_in(record).value, reward_in(record).parts) == (2.0, {"right": 2.0})
     assert record.recorded["length"] == 5
     (conversation,) = record.trained  # with exact ids, once
     assert len(conversation.turns) == 2

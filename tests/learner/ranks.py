@@ -30,17 +30,11 @@ ROOT = Path(__file__).parents[2]
 SIZES = (40, 25, 33, 52)
 # Also what a learner imports only with its first step.
 _PRELOAD = [
-    "torch",
-    "torch._inductor.compile_fx",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "peft",
-    "transformers.models.qwen3.modeling_qwen3",
-    "agentloop.learner.__main__",
-    "agentloop.learner.policy",
-    "agentloop.learner.rank",
-    __name__,
-]
+    "torch", "torch._inductor.compile_fx", "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
+    "transformers.models.qwen3.modeling_qwen3", "agentloop.learner.__main__",
+    "agentloop.learner.policy", "agentloop.learner.rank", __name__,
+]  # fmt: skip
 
 
 def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> Batch:

@@ -134,9 +134,7 @@ def test_received_weights_equal_published_ones(learner: tuple[Ranks, Path]) -> N
         assert first == [hashlib.sha256(data).hexdigest()[:16]]
 
 
-def test_peer_that_dies_breaks_the_group_and_not_the_learner(
-    learner: tuple[Ranks, Path],
-) -> None:
+def test_peer_that_dies_breaks_the_group_and_not_the_learner(learner: tuple[Ranks, Path]) -> None:
     ranks = learner[0]
     with group(learner, "dying", 2) as (peers, layout):
         peers.processes[1].kill()

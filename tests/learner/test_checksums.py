@@ -50,9 +50,7 @@ KINDS = ["float64", "int64", "float32", "bfloat16", "float16", "int16", "uint8",
     )
 )
 @settings(deadline=None)
-def test_bucket_holds_tensors_of_different_types(
-    tensors: list[tuple[str, list[int]]],
-) -> None:
+def test_bucket_holds_tensors_of_different_types(tensors: list[tuple[str, list[int]]]) -> None:
     """The receiver reads the sent bytes as views, according to the layout."""
     model: Any = torch.nn.Module()
     for number, (kind, shape) in enumerate(tensors):

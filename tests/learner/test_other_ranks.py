@@ -81,10 +81,7 @@ def reader(
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda kind: f"of-zero{kind[0]}x{kind[1]}")
 def test_training_resumes_with_other_ranks_as_with_the_same(
-    reader: Ranks,
-    written: Written,
-    writer: tuple[int, int],
-    tmp_path: Path,
+    reader: Ranks, written: Written, writer: tuple[int, int], tmp_path: Path
 ) -> None:
     folder, expected = written(writer)
     loaded = reader.ask("load", folder=folder / "2")

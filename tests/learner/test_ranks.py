@@ -331,11 +331,7 @@ def test_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]) 
         ("step", {"batch": folder / "nope"}, "nope: No such file"),
         ("logprobs", {"batch": folder / "long", "out": folder / "out"}, "sample 1 has 65 tokens"),
         ("step", {"batch": folder / "foreign"}, "512 is out of range, the vocabulary has 512"),
-        (
-            "step",
-            {"batch": folder / "batch", "lr": "fast"},
-            "lr: Input should be a valid number",
-        ),
+        ("step", {"batch": folder / "batch", "lr": "fast"}, "lr: Input should be a valid number"),
         ("step", {"batch": folder / "batch", "rescue": 3}, "rescue: Input should be a valid"),
         ("load", {"folder": folder / "nope"}, "nope: not a checkpoint"),
         ("save", {"folder": folder / "a", "state": 3}, "state: Input should be"),

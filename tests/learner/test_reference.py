@@ -88,9 +88,7 @@ def test_reference_is_the_initial_model(
         assert result["ref_logprobs_s"] > 0
 
 
-def test_checkpoint_does_not_move_the_reference(
-    kind: tuple[LearnerSettings, Ranks, Path],
-) -> None:
+def test_checkpoint_does_not_move_the_reference(kind: tuple[LearnerSettings, Ranks, Path]) -> None:
     _, ranks, folder = kind
     ranks.ask("load", folder=folder / "begin" / "0")
     make_batch(1).save(folder / "one")

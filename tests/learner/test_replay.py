@@ -16,10 +16,7 @@ from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import (
-    LearnerSettings,
-    OptimizerSettings,
-)
+from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.loop.queue import GroupQueue, StepNotes
 from agentloop.training.loop.steps import Steps
 from agentloop.training.recovery.learner_record import LearnerRecord, record_learner
@@ -32,12 +29,10 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.learner.ranks import ROOT, make_batch
 
-pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SETTINGS = LearnerSettings(
-    model=SMALL,
-    micro_batch_tokens=128,
-    optimizer=OptimizerSettings(lr=1e-3, warmup_steps=3),
+    model=SMALL, micro_batch_tokens=128, optimizer=OptimizerSettings(lr=1e-3, warmup_steps=3)
 )
 RANKS = RanksSettings(threads=2)
 TIMEOUT_S = 120.0

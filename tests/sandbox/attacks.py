@@ -778,11 +778,7 @@ ATTACKS = [
     Attack("sockets to meet at", MEETING, (OK,), prints(""), wall="filter"),
     Attack("environment", "import os; print(*os.environ)", (OK,), prints("PATH HOME")),
     Attack(
-        "a home",
-        HOME,
-        (OK,),
-        prints("/tmp /tmp\n/tmp /tmp ['.state', 'notes']"),
-        wall="spaces",
+        "a home", HOME, (OK,), prints("/tmp /tmp\n/tmp /tmp ['.state', 'notes']"), wall="spaces"
     ),
     Attack(
         "descriptors",
@@ -791,11 +787,7 @@ ATTACKS = [
         prints("[]"),
     ),
     Attack("flood", "while True: print('x' * 10_000)", (FLOOD,)),
-    Attack(
-        "a gigabyte",
-        "import os\nfor _ in range(1000): os.write(1, b'x' * 10**6)",
-        (FLOOD,),
-    ),
+    Attack("a gigabyte", "import os\nfor _ in range(1000): os.write(1, b'x' * 10**6)", (FLOOD,)),
     Attack(
         "closed stdout", "import os; print('hi'); os.close(1); print('no')", (ERROR,), prints("hi")
     ),

@@ -82,12 +82,12 @@ class Tally:
 async def run_load(pool: Pool, num_calls: int, tally: Tally, first: int = 0) -> None:
     """Run all calls at once; the pool queues those that cannot run yet."""
 
-    async def one(n: int) -> None:
+    async def call(n: int) -> None:
         tally.add(n, await pool.run(program(n), timeout_s=TIMEOUT_S))
 
     async with anyio.create_task_group() as group:
         for n in range(first, first + num_calls):
-            group.start_soon(one, n)
+            group.start_soon(call, n)
 
 
 def children(pid: int) -> list[int]:

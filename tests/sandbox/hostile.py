@@ -16,6 +16,11 @@ libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p]
 def call(number, *arguments):
     return libc.syscall(number, *arguments, *[0] * (6 - len(arguments)))
+def attempt(action):
+    try:
+        action()
+    except OSError:
+        pass
 def find_report():
     frame = sys._getframe()
     while frame and not isinstance(frame.f_locals.get("area"), mmap.mmap):
@@ -79,27 +84,18 @@ os.killpg(0, signal.SIGKILL)
 
 # kills every number
 for pid in range(1, 400):
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
+    attempt(lambda: os.kill(pid, signal.SIGKILL))
 
 # a child kills all it may, again and again
 if os.fork() == 0:
     while True:
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except OSError:
-            pass
+        attempt(lambda: os.kill(-1, signal.SIGKILL))
 time.sleep(1)
 
 # a child stops all it may, again and again
 if os.fork() == 0:
     while True:
-        try:
-            os.kill(-1, signal.SIGSTOP)
-        except OSError:
-            pass
+        attempt(lambda: os.kill(-1, signal.SIGSTOP))
 time.sleep(1)
 
 # a child stops and continues it
@@ -114,10 +110,7 @@ time.sleep(1)
 # signals its parents by descriptor
 for pid in {1, 2, os.getppid()} - {0, os.getpid()}:
     for number in range(65):
-        try:
-            signal.pidfd_send_signal(os.pidfd_open(pid), number)
-        except OSError:
-            pass
+        attempt(lambda: signal.pidfd_send_signal(os.pidfd_open(pid), number))
 
 # ignores every signal
 for number in range(1, 65):
@@ -141,10 +134,7 @@ for _ in range(100_000):
 
 # forks without end
 while True:
-    try:
-        os.fork()
-    except OSError:
-        pass
+    attempt(lambda: os.fork())
 
 # forks in a chain
 while True:
@@ -306,10 +296,7 @@ except OSError:
 # raises the buffers of sockets
 for option in (7, 8, 32, 33):
     for end in socket.socketpair():
-        try:
-            end.setsockopt(socket.SOL_SOCKET, option, 1 << 30)
-        except OSError:
-            pass
+        attempt(lambda: end.setsockopt(socket.SOL_SOCKET, option, 1 << 30))
 
 # memory in pipes
 held = []
@@ -435,18 +422,12 @@ while True:
 
 # writes junk to every descriptor
 for fd in range(256):
-    try:
-        os.write(fd, b"\x00\x00\x00\x10junk")
-    except OSError:
-        pass
+    attempt(lambda: os.write(fd, b"\x00\x00\x00\x10junk"))
 
 # writes an answer to every descriptor
 answer = b'{"op": "done", "id": 1, "status": "ok"}'
 for fd in range(256):
-    try:
-        os.write(fd, struct.pack(">I", len(answer)) + answer)
-    except OSError:
-        pass
+    attempt(lambda: os.write(fd, struct.pack(">I", len(answer)) + answer))
 
 # reads from every descriptor
 for fd in os.listdir("/proc/self/fd"):
@@ -500,10 +481,7 @@ for _ in range(100):
 
 # forges who it is
 a, b = socket.socketpair()
-try:
-    a.sendmsg([b"x"], [(socket.SOL_SOCKET, 2, struct.pack("3i", 1, 0, 0))])
-except OSError:
-    pass
+attempt(lambda: a.sendmsg([b"x"], [(socket.SOL_SOCKET, 2, struct.pack("3i", 1, 0, 0))]))
 
 # watches without end
 import select
@@ -520,10 +498,7 @@ except OSError:
 
 # connects to sockets of the host
 for name in ("/var/run/docker.sock", "/run/dbus/system_bus_socket", "\0agentloop", "/dev/log"):
-    try:
-        socket.socket(socket.AF_UNIX).connect(name)
-    except OSError:
-        pass
+    attempt(lambda: socket.socket(socket.AF_UNIX).connect(name))
 
 # lowers every limit to nothing
 for which in range(16):
@@ -579,18 +554,12 @@ os._exit(0)
 
 # writes to its parent's files
 for name in ("comm", "autogroup", "oom_score_adj", "coredump_filter", "mem"):
-    try:
-        open(f"/proc/{os.getppid()}/{name}", "w").write("0")
-    except OSError:
-        pass
+    attempt(lambda: open(f"/proc/{os.getppid()}/{name}", "w").write("0"))
 
 # opens what belongs to its parents
 for pid in {1, 2, os.getppid()}:
     for name in ("environ", "mem", "maps", "fd/0", "ns/pid", "root"):
-        try:
-            open(f"/proc/{pid}/{name}", "rb").read(100)
-        except OSError:
-            pass
+        attempt(lambda: open(f"/proc/{pid}/{name}", "rb").read(100))
 
 # runs another program
 os.execv("/bin/sleep", ["sleep", "60"])
@@ -832,10 +801,7 @@ libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(len(area)))
 
 # a report cut short
 for fd in range(3, 10):
-    try:
-        os.ftruncate(fd, 0)
-    except OSError:
-        pass
+    attempt(lambda: os.ftruncate(fd, 0))
 
 # a later cell's report, forged by a thread
 def forge():

@@ -91,7 +91,6 @@ def test_bytes_are_held_up_to_the_bound(steps: list[tuple[int, int | None]]) -> 
         assert held.total == sum(have.values())
 
 
-@pytest.mark.anyio
 async def test_waiting_for_bytes_ends_when_others_are_freed() -> None:
     held = HeldBytes(50)
     held.hold_anyway("response", 80)
@@ -103,7 +102,6 @@ async def test_waiting_for_bytes_ends_when_others_are_freed() -> None:
     assert held.total == 40
 
 
-@pytest.mark.anyio
 async def test_wait_for_more_than_the_bound_gets_the_bound() -> None:
     held = HeldBytes(50)
     await held.wait_to_hold("large", 80)

@@ -23,7 +23,7 @@ from tests.sandbox.attacks import (
 )
 from tests.sandbox.conftest import BARE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ def test_every_hostile_piece_is_python() -> None:
         compile(code, name, "exec")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=MANY)])
 async def test_no_program_is_blamed_for_another_or_blames_us(form: str, number: int) -> None:
     async with Pool(BARE) as pool:

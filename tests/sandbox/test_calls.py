@@ -11,8 +11,6 @@ from agentloop.sandbox.link import Link
 from agentloop.sandbox.slots import PoolWorker
 from tests.sandbox.conftest import BARE
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_call_that_waits_while_the_pool_closes_is_cancelled() -> None:
     calls = Calls(BARE)

@@ -23,7 +23,7 @@ from tests.sandbox.chaos import (
 )
 from tests.sandbox.test_pool import runs, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 NUM_CALLS = 2_000
 RECOVERY_S = 60  # workers that were killed in their start wait longer for the next try

@@ -22,7 +22,7 @@ from agentloop.sandbox.container import ContainerEngine, create_container, host_
 from agentloop.sandbox.engine import _unavailable, connect, local_engine
 from agentloop.sandbox.errors import NoEngine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 
 class FakeEngine:
@@ -91,15 +91,15 @@ async def test_silent_engine_is_given_up_by_a_setting(engine: FakeEngine) -> Non
             pass
 
 
-@pytest.mark.parametrize("told", ["answers", "is silent"])
-async def test_engine_that_listens_is_never_replaced(engine: FakeEngine, told: str) -> None:
-    if told == "answers":
+@pytest.mark.parametrize("case", ["answers", "is silent"])
+async def test_engine_that_listens_is_never_replaced(engine: FakeEngine, case: str) -> None:
+    if case == "answers":
         engine.answers.set()  # and then fails
     with pytest.raises(SandboxUnavailable) as caught:
         async with Pool(PoolSettings(workers=1, preload=[], engine_timeout_s=0.2)):
             pass
     assert not isinstance(caught.value, NoEngine)
-    assert ("failed: the disk is full" in str(caught.value)) == (told == "answers")
+    assert ("failed: the disk is full" in str(caught.value)) == (case == "answers")
 
 
 @contextmanager
@@ -131,9 +131,7 @@ async def test_engine_that_this_user_may_not_use_is_never_replaced(engine: FakeE
     assert not reported
 
 
-def test_runtime_directory_of_another_user_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runtime_directory_of_another_user_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     with tempfile.TemporaryDirectory() as folder:
         closed = Path(folder, "closed")
@@ -143,14 +141,14 @@ def test_runtime_directory_of_another_user_is_passed_over(
             assert local_engine() == "unix:///var/run/docker.sock"
 
 
-@pytest.mark.parametrize("left", ["nothing", "a socket of a dead engine"])
+@pytest.mark.parametrize("remaining", ["nothing", "a socket of a dead engine"])
 async def test_local_processes_where_no_engine_listens(
-    monkeypatch: pytest.MonkeyPatch, left: str, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, remaining: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reported: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/docker.sock"
-        if left != "nothing":
+        if remaining != "nothing":
             async with await anyio.create_unix_listener(path):
                 pass
         be_local(monkeypatch, path)

@@ -95,18 +95,14 @@ def only_local_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return wheels
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(60)
 @pytest.mark.full
-async def test_added_packages_use_the_pinned_versions(
-    only_local_wheels: Path, tmp_path: Path
-) -> None:
+async def test_added_packages_use_pinned_versions(only_local_wheels: Path, tmp_path: Path) -> None:
     await build._fetch(PYTHON, ["beta"], tmp_path)
     result = sorted(path.name for path in (tmp_path / "site").iterdir())
     assert result == ["alpha", "alpha-1.0.dist-info", "beta", "beta-1.0.dist-info"]
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("place", ["environment", "file"])
 async def test_constraints_of_the_caller_do_not_hold(
@@ -124,7 +120,6 @@ async def test_constraints_of_the_caller_do_not_hold(
     assert (tmp_path / "site" / "alpha-1.0.dist-info").is_dir()
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("wrong", ["another hash", "a version that is pinned", "a missing package"])
 @pytest.mark.full
@@ -168,7 +163,6 @@ def test_missing_packages_of_this_python_are_found() -> None:
     assert not_installed(wanted) == ["anyio<1", "no-such-package"]
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(60)
 async def test_local_processes_need_the_packages_here() -> None:
     with pytest.raises(SandboxUnavailable, match="-m pip install no-such-package"):

@@ -57,14 +57,10 @@ def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[s
     return layers
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("backend", ["auto", "process"])
 @pytest.mark.parametrize("missing", NEEDED)
 async def test_pool_without_a_wall_does_not_start_unless_told_to(
-    local_workers_say: dict[str, str],
-    missing: str,
-    backend: str,
-    caplog: pytest.LogCaptureFixture,
+    local_workers_say: dict[str, str], missing: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     local_workers_say |= dict.fromkeys(NEEDED, "none of your concern") | {missing: WEAK[missing]}
     with pytest.raises(SandboxUnavailable) as caught:

@@ -23,7 +23,7 @@ from agentloop.sandbox.languages import COMPILE_ERROR, TOOLS, checked, second_ca
 from agentloop.sandbox.serve import serving
 from tests.sandbox.test_serve import Client, service, settings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 SCRIPT = "read name; echo hello $name; echo error >&2; yes | head -1; exit 3"
 OURS = CallError("OSError", "no space", line=4)
@@ -67,10 +67,7 @@ async def test_unknown_language_is_refused(pool: Pool) -> None:
 
 
 async def test_scripts_run_on_another_machine(pool: Pool, without_node: None) -> None:
-    async with (
-        serving(pool, settings()) as url,
-        Pool(PoolSettings(hosts=[url])) as remote,
-    ):
+    async with serving(pool, settings()) as url, Pool(PoolSettings(hosts=[url])) as remote:
         assert (await remote.run("echo $((6 * 7))", language="bash")).stdout == "42\n"
         with pytest.raises(ProgramUnsupported, match="no-node"):
             await remote.run("1", language="javascript")
@@ -119,11 +116,7 @@ def compiled(**changes: Any) -> CallResult:
 @pytest.mark.parametrize(
     ("changes", "status", "says"),
     [
-        (
-            {"status": CallStatus.ERROR, "stderr": "line 1: no"},
-            CallStatus.ERROR,
-            "line 1: no",
-        ),
+        ({"status": CallStatus.ERROR, "stderr": "line 1: no"}, CallStatus.ERROR, "line 1: no"),
         ({"status": CallStatus.TIMEOUT}, CallStatus.TIMEOUT, ""),
         ({"truncated": True}, CallStatus.ERROR, "is longer than"),
         ({"stdout": "what is this?"}, CallStatus.ERROR, ""),
@@ -157,8 +150,8 @@ def test_failure_before_the_program_is_the_sandboxes() -> None:
 async def test_address_space_of_other_programs_is_not_limited(pool: Pool) -> None:
     limit = "ulimit -v; ulimit -Hv"
     assert (await pool.run(limit, language="bash")).stdout == "unlimited\nunlimited\n"
-    own = await pool.run("import resource\nprint(*resource.getrlimit(resource.RLIMIT_AS))")
-    soft, hard = map(int, own.stdout.split())
+    limits = await pool.run("import resource\nprint(*resource.getrlimit(resource.RLIMIT_AS))")
+    soft, hard = map(int, limits.stdout.split())
     assert 0 < soft < hard
     async with pool.session() as session:
         first = await session.run("import resource\nresource.getrlimit(resource.RLIMIT_AS)")

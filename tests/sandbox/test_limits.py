@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -29,11 +27,12 @@ from agentloop.sandbox.link import SPARE_BYTES, Link
 from agentloop.sandbox.settings import OutputLimits
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
+from tests.commands import OUR_PATH, run_python
 from tests.patience import patient
 from tests.sandbox.conftest import BARE, SINGLE
 from tests.sandbox.test_pool import runs, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 MIB = 1 << 20
@@ -98,9 +97,7 @@ async def test_refused_limit_fails_unless_a_larger_is_in_force() -> None:
     assert limits == [512, 64, 32]
 
 
-async def test_worker_whose_limit_was_refused_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_worker_whose_limit_was_refused_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, refusals = Link.limit_memory, [SandboxUnavailable("the engine is busy")]
 
     async def limit_memory(link: Link, num_bytes: int) -> None:
@@ -321,9 +318,7 @@ for _ in range(6):
 """
 
 
-async def test_session_stands_still_between_its_cells(
-    alone: Pool,
-) -> None:
+async def test_session_stands_still_between_its_cells(alone: Pool) -> None:
     async with alone.session() as session:
         await session.run(COUNTING)
         await wait_until(lambda: states(counting_processes()) == {"T"})
@@ -479,23 +474,14 @@ print(len(refusals), len([*home.iterdir()]))
 
 
 def test_directory_is_emptied_once_the_limit_on_processes_allows_it(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    command = [sys.executable, "-c", FORKS_LATE, str(tmp_path)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=patient(50))
-    assert done.stdout.split() == [b"0", b"0"]
+    done = run_python("-c", FORKS_LATE, tmp_path, env=OUR_PATH)
+    assert done.stdout.split() == ["0", "0"]
 
 
 @needs_root
 def test_call_can_not_stop_who_kills_it() -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", STRIKES_BACK],
-        env=env,
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=patient(50),
-    )
-    assert done.stdout == b"alive (0, 0, 0)\n"
+    done = run_python("-c", STRIKES_BACK, env=OUR_PATH)
+    assert done.stdout == "alive (0, 0, 0)\n"
 
 
 def test_link_in_place_of_a_directory_is_not_followed(

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pydantic
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
@@ -22,8 +21,6 @@ from agentloop.sandbox.openapi import (
     document,
 )
 from agentloop.sandbox.service import ROUTES
-
-pytestmark = pytest.mark.anyio
 
 
 class Question(pydantic.BaseModel):

@@ -39,7 +39,7 @@ from tests.patience import patient
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE, SINGLE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 FOREVER = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(1)"
 
@@ -50,10 +50,10 @@ def endless_before(moment: float) -> str:
     return f"import os, time\nwhile os.stat('.').st_mtime < {moment!r}: time.sleep(0.01)"
 
 
-def started_since(others: set[int]) -> set[int]:
+def started_since(earlier: set[int]) -> set[int]:
     """Return the processes of workers started since `others`, the children of this process
     then. Those of an existing pool come and go meanwhile."""
-    outers = set(children(os.getpid())) - others
+    outers = set(children(os.getpid())) - earlier
     return outers.union(*map(descendants, outers))
 
 
@@ -70,14 +70,6 @@ async def wait_until(happened: object, within_s: float = 30) -> None:
     with anyio.fail_after(patient(within_s)):
         while not happened():  # noqa: ASYNC110 - what happens in the kernel sets no event
             await anyio.sleep(0.01)
-
-
-def test_public_names() -> None:
-    assert set(sandbox.__all__) >= {
-        "Pool", "PoolSettings", "Session", "CallResult", "CallStatus", "CallError",
-        "SandboxError", "SandboxUnavailable", "SessionLost", "LostBy", "Overloaded",
-    }  # fmt: skip
-    assert all(hasattr(sandbox, name) for name in sandbox.__all__)
 
 
 async def test_output_value_and_times(pool: Pool) -> None:
@@ -177,11 +169,6 @@ async def test_calls_do_not_share_state(pool: Pool) -> None:
     assert result.error.type == "NameError"
 
 
-async def test_calls_draw_different_random_numbers(pool: Pool) -> None:
-    draws = {(await pool.run("import random; random.random()")).result for _ in range(5)}
-    assert len(draws) == 5
-
-
 async def test_long_output_keeps_head_and_tail(pool: Pool) -> None:
     result = await pool.run("for i in range(50_000): print(i)")
     assert result.truncated
@@ -271,21 +258,15 @@ async def test_too_large_is_refused_as_the_programs_fault(
     assert pool.stats()["busy"] == 0
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
-async def test_timeout_must_be_positive(pool: Pool, timeout_s: float) -> None:
-    with pytest.raises(ValueError, match="timeout_s"):
-        await pool.run("1", timeout_s=timeout_s)
-
-
 async def test_many_at_once_each_its_own_answer(pool: Pool) -> None:
     answers: dict[int, str | None] = {}
 
-    async def one(n: int) -> None:
+    async def double(n: int) -> None:
         answers[n] = (await pool.run(f"{n} * 2")).result
 
     async with anyio.create_task_group() as group:
         for n in range(200):
-            group.start_soon(one, n)
+            group.start_soon(double, n)
     assert answers == {n: str(2 * n) for n in range(200)}
     assert pool.stats()["busy"] == 0
 
@@ -346,9 +327,7 @@ async def test_worker_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(workers)
 
 
-async def test_without_a_waiting_room_free_slots_still_serve(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_waiting_room_free_slots_still_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.calls.Calls.MAX_WAITING", 0)
     async with Pool(BARE.model_copy(update={"workers": 1})) as pool:
         assert (await pool.run("1")).ok
@@ -613,9 +592,7 @@ def change_workers(monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: 
     monkeypatch.setattr(backend, "_read_worker", lambda: sources)
 
 
-async def test_call_that_kills_its_zygote_is_judged_by_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_call_that_kills_zygote_is_judged_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a zygote if nothing else is left in the cgroup to end."""
     verdict = "    def oom_verdict(self) -> str | None:\n"
     change_workers(monkeypatch, "counters", verdict, f"{verdict}        return 'oom'\n")
@@ -630,9 +607,7 @@ async def test_call_that_kills_its_zygote_is_judged_by_memory(
         assert pool.stats()["lost"] == 0
 
 
-async def test_time_of_a_program_counts_from_when_it_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_time_of_program_counts_from_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     break_children(monkeypatch, "time.sleep(0.7)")
     async with Pool(BARE.model_copy(update={"workers": 8})) as pool:
         async with anyio.create_task_group() as group:
@@ -734,17 +709,6 @@ async def test_killed_session_is_an_explicit_error(pool: Pool) -> None:
         with pytest.raises(SessionLost, match="variables are gone"):
             await session.run("1")
     assert (await pool.run("1")).ok
-
-
-async def test_session_is_lost_with_its_worker() -> None:
-    remaining = set(children(os.getpid()))
-    async with Pool(SINGLE) as pool, pool.session() as session:
-        await session.run("x = 1")
-        for pid in started_since(remaining):
-            kill(pid)
-        await wait_until(lambda: session.lost)
-        with pytest.raises(SessionLost):
-            await session.run("x")
 
 
 async def test_no_engine_is_said_plainly() -> None:
@@ -849,27 +813,18 @@ PROGRAMS = {
         "answer\n",
     ),
     "a second file on it": ("o = open(1, 'w'); o.write('answer')", "answer"),
-    "a finalizer": (
-        "class A:\n    def __del__(self): print('bye')\na = A()",
-        "bye\n",
-    ),
-    "a generator's end": (
-        "def f():\n    try: yield 1\n    finally: print('end')\ng = f(); next(g)",
-        "end\n",
-    ),
+    "a finalizer": ("class A:\n    def __del__(self): print('bye')\na = A()", "bye\n"),
+    "a generator's end": ("def f():\n    try: yield 1\n    finally: print('end')\ng = f(); next(g)",
+        "end\n"),
     "signals while it is written": (
         "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
         "signal.setitimer(signal.ITIMER_REAL, .0002, .0002)\nprint('x' * 900_000)",
         None,
     ),
-    "its own source": (
-        "import inspect\nf = lambda: 5\nprint(inspect.getsource(f), end='')",
-        "f = lambda: 5\n",
-    ),
-    "a class's source": (
-        "import inspect\nclass A:\n    x = 1\nprint(inspect.getsource(A), end='')",
-        "class A:\n    x = 1\n",
-    ),
+    "its own source": ("import inspect\nf = lambda: 5\nprint(inspect.getsource(f), end='')",
+        "f = lambda: 5\n"),
+    "a class's source": ("import inspect\nclass A:\n    x = 1\nprint(inspect.getsource(A), end='')",
+        "class A:\n    x = 1\n"),
     "a traceback of its own": (
         "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n"
         "    print(traceback.format_exc().splitlines()[2].strip())",
@@ -888,7 +843,7 @@ PROGRAMS = {
         "parent\n",
     ),
     "a mark at the beginning": ("\ufeffprint(1)", "1\n"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -927,15 +882,16 @@ async def test_session_keeps_its_seed(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"code": b"1"}, {"code": ["1"]}, {"code": "1", "stdin": b""},
+    "arguments", [{"code": b"1"}, {"code": ["1"]}, {"code": "1", "stdin": b""},
               {"code": "1", "timeout_s": 0}, {"code": "1", "timeout_s": 1e20},
-              {"code": "1", "timeout_s": float("nan")}]
+              *({"code": "1", "timeout_s": s} for s in (-1.0, float("nan"), float("inf")))]
 )  # fmt: skip
 async def test_invalid_calls_are_refused_and_take_no_slot(
-    pool: Pool, given: dict[str, Any]
+    pool: Pool, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        await pool.run(**given)
+    named = "timeout_s" if "timeout_s" in arguments else None
+    with pytest.raises((TypeError, ValueError), match=named):
+        await pool.run(**arguments)
     assert pool.stats()["busy"] == 0
 
 

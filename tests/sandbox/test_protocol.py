@@ -28,15 +28,15 @@ def test_lone_surrogates_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "problem"),
     [
         (HEADER.pack(1 << 31), "a frame of"),
         (HEADER.pack(1) + b"{", "not JSON"),
         (HEADER.pack(2) + b"[]", "not list"),
     ],
 )
-def test_nonsense_is_refused(data: bytes, why: str) -> None:
-    with pytest.raises(ProtocolError, match=why):
+def test_nonsense_is_refused(data: bytes, problem: str) -> None:
+    with pytest.raises(ProtocolError, match=problem):
         FrameReader().feed(data)
 
 

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,12 +21,13 @@ from agentloop.sandbox.slots import GRACE_S
 from agentloop.sandbox.worker.kernel import descendants
 from agentloop.sandbox.worker.server import INTERRUPT_GRACE_S, START_S
 from agentloop.sandbox.worker.wire import DONE_FD, JOB_FD
+from tests.commands import OUR_PATH, run_python
 from tests.patience import patient
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 
@@ -98,9 +97,7 @@ async def test_cell_of_an_unknown_session_does_not_run() -> None:
         assert not link.lost.is_set()
 
 
-async def test_after_a_cancelled_cell_only_its_session_is_lost(
-    pool: Pool,
-) -> None:
+async def test_after_a_cancelled_cell_only_its_session_is_lost(pool: Pool) -> None:
     async with pool.session() as another, pool.session() as session:
         await another.run("x = 41")
         await session.run("1")
@@ -202,15 +199,7 @@ def test_interrupt_is_for_one_cell_alone() -> None:
         "cell('signal.signal(signal.SIGINT, lambda *_: print(\"mine\"))'); late()\n"
         "cell('os.kill(os.getpid(), signal.SIGINT)'); late()\n"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=True,
-        text=True,
-    )
+    done = run_python("-c", code, env=OUR_PATH)
     lines = ["0 None", "0 None", "1 KeyboardInterrupt", "0 None", "0 None", "mine", "0 None"]
     assert done.stdout.splitlines() == lines
 

@@ -20,7 +20,7 @@ from tests.sandbox.conftest import BARE, SINGLE, SYSTEM_PYTHON
 from tests.sandbox.test_pool import FOREVER, runs, started_since, wait_until
 
 # `form` changes how workers are started for as long as this module's tests run.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60), pytest.mark.usefixtures("form")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("form")]
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to change others' limits")
 

@@ -60,14 +60,11 @@ def page(body: str, head: str = "") -> str:
         ("", '<img src="https://a.org/b.png">', "a.html: loads https://a.org/b.png"),
         ("", '<script src="//a.org/b.js"></script>', "a.html: loads //a.org/b.js"),
         ("", '<script src="b.js"></script>', "a.html: b.js leads nowhere"),
-        (
-            '<link rel="stylesheet" href="http://a.org/b.css">',
-            "",
-            "a.html: loads http://a.org/b.css",
-        ),
+        ('<link rel="stylesheet" href="http://a.org/b.css">', "",
+         "a.html: loads http://a.org/b.css"),
         ('<link rel="canonical" href="http://a.org/">', "", ""),
     ],
-)
+)  # fmt: skip
 def test_problems_of_a_page_are_found(tmp_path: Path, head: str, body: str, problem: str) -> None:
     (tmp_path / "a.html").write_text(page(body, head))
     (tmp_path / "b.html").write_text(page(""))

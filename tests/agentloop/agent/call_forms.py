@@ -82,7 +82,7 @@ FORMS = {
                 + "</function>\n</tool_call>"
             ),
             "\n",
-        ),
+        )
     ),
     "glm": Form(
         each(
@@ -91,7 +91,7 @@ FORMS = {
                 + parameters(a, "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
                 + "</tool_call>"
             )
-        ),
+        )
     ),
     "deepseek-v3.1": Form(
         lambda calls: (
@@ -136,7 +136,7 @@ FORMS = {
                 for n, a in calls
             )
             + "</minimax:tool_call>"
-        ),
+        )
     ),
     "harmony": Form(harmony, before="", one_call=True),
     "llama-json": Form(

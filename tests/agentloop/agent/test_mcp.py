@@ -15,13 +15,7 @@ import pytest
 from aiohttp import web
 
 import agentloop
-from agentloop.agent.mcp import (
-    McpServer,
-    McpServerSettings,
-    import_sdk,
-    mcp_server,
-    mcp_servers,
-)
+from agentloop.agent.mcp import McpServer, McpServerSettings, import_sdk, mcp_server, mcp_servers
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.tools import Tool, ToolOutput, Tools
 from agentloop.environments.tasks.sources import Task
@@ -29,12 +23,20 @@ from agentloop.errors import McpServerError, RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
-from tests.rollouts import records_of
-from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
+from tests.rollouts import records_of, reward_in
+from tests.support import (
+    END,
+    ScriptedEngine,
+    Step,
+    call_text,
+    chat_format,
+    chunks,
+    eventually,
+    serving,
+)
 from tests.support import written as ids_of
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),  # a server is an interpreter that imports the SDK
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]
@@ -180,9 +182,7 @@ async def test_other_text_between_messages_is_passed_over() -> None:
         assert (await call(server.tools, "chatty")).content == "1"
 
 
-async def test_server_that_dies_too_often_ends_its_users(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_server_that_dies_too_often_ends_its_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.agent.mcp._MAX_RESTARTS", 1)
 
     async def use() -> None:
@@ -209,10 +209,7 @@ async def test_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (BROKEN, "ended as it started; its stderr ends with:\nno licence"),
-        (
-            [*SDK, "invalid"],
-            "the input schema of tool 'odd' is invalid: 3 is not of type 'object'",
-        ),
+        ([*SDK, "invalid"], "the input schema of tool 'odd' is invalid: 3 is not of type 'object'"),
     ],
 )
 async def test_server_that_cannot_be_used_is_refused_with_the_reason(
@@ -413,9 +410,8 @@ async def test_environment_whose_server_dies_is_not_to_blame() -> None:
     conversations = Conversations(says(call_text("end", {})))
     player = EnvironmentPlayer(plays, conversations, sampling=Sampling())
     (record,) = await records_of(player, Task("t", "", "42"), budget=Budget(timeout_s=50))
-    assert record.reward is not None
-    assert record.reward.value is None
-    assert record.reward.reason.startswith("infrastructure: ")
+    assert reward_in(record).value is None
+    assert reward_in(record).reason.startswith("infrastructure: ")
 
 
 async def test_server_that_starts_too_late_is_an_infrastructure_failure() -> None:
@@ -426,8 +422,7 @@ async def test_server_that_starts_too_late_is_an_infrastructure_failure() -> Non
 
     player = EnvironmentPlayer(plays, Conversations(), sampling=Sampling())
     (record,) = await records_of(player, Task("t", "", "42"), budget=Budget(timeout_s=50))
-    assert record.reward is not None
-    assert record.reward.reason.startswith("infrastructure: ")
+    assert reward_in(record).reason.startswith("infrastructure: ")
 
 
 # --- HTTP ---------------------------------------------------------------------------------------
@@ -543,16 +538,12 @@ async def test_http_error_is_an_infrastructure_failure_and_headers_are_sent(
 
     app = web.Application()
     app.router.add_post("/mcp", answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
-        headers = {"Authorization": "Bearer ${MCP_TEST_TOKEN}"}
-        async with mcp_server(url=url, headers=headers, timeout_s=600) as tools:
-            with anyio.fail_after(60):
-                lost = await call(tools, "look")
-        assert lost.status is ToolCallStatus.INFRASTRUCTURE
-        assert set(authorizations) == {"Bearer s3cret"}
-    finally:
-        await runner.cleanup()
+    headers = {"Authorization": "Bearer ${MCP_TEST_TOKEN}"}
+    async with (
+        serving(app) as url,
+        mcp_server(url=f"{url}/mcp", headers=headers, timeout_s=600) as tools,
+    ):
+        with anyio.fail_after(60):
+            lost = await call(tools, "look")
+    assert lost.status is ToolCallStatus.INFRASTRUCTURE
+    assert set(authorizations) == {"Bearer s3cret"}

@@ -24,7 +24,6 @@ from tests.sandbox.conftest import BARE
 from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),  # workers and servers are started
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]

@@ -130,10 +130,7 @@ def test_missing_module_is_named() -> None:
         (["tools=['multiply']"], "tools: 'multiply' is unknown; expected a built-in tool"),
         (["tools=['mcp:far']"], "tools: 'mcp:far': there is no MCP server 'far' (known: none)"),
         (["mcp.far.url='far'"], "mcp.far: url: 'far' is not of the form http://HOST/PATH"),
-        (
-            ["mcp.far.uri='http://far'"],
-            "unknown setting 'mcp.far.uri' (did you mean",
-        ),
+        (["mcp.far.uri='http://far'"], "unknown setting 'mcp.far.uri' (did you mean"),
         (["mcp={'f/r' = {url = 'http://far'}}"], "mcp: 'f/r': a name has only letters, digits"),
         (["mcp.far.timeout_s=3"], "mcp.far: set either command or url"),
     ],

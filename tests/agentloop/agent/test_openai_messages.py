@@ -90,10 +90,7 @@ def test_calls_of_data_sets_and_custom_tools_are_functions() -> None:
 def test_results_are_in_the_order_of_their_calls() -> None:
     messages = [calling(call("c1", "{}"), call("c2", "{}")), result("c2"), result("c1")]
     assert normal_form(messages)[1:] == [result("c1"), result("c2")]
-    assert normal_form(messages[1:], [("c1", "add"), ("c2", "add")]) == [
-        result("c1"),
-        result("c2"),
-    ]
+    assert normal_form(messages[1:], [("c1", "add"), ("c2", "add")]) == [result("c1"), result("c2")]
 
 
 def test_result_without_an_id_answers_the_next_call() -> None:
@@ -119,25 +116,19 @@ def test_image_in_a_result_becomes_text() -> None:
         ({"role": "bot"}, r"messages\[1\].role: 'bot' is not a valid role"),
         ({"role": "user", "content": 5}, r"messages\[1\].content: expected a string or text parts"),
         ({"role": "user", "content": [5]}, r"messages\[1\].content\[0\]: expected a text part"),
-        (
-            {"role": "user", "content": [{"type": "text", "text": 5}]},
-            r"messages\[1\].content\[0\].text: expected a string",
-        ),
-        (
-            {"role": "assistant", "tool_calls": "[]"},
-            r"messages\[1\].tool_calls: expected a list, got '\[\]'",
-        ),
-        (
-            {"role": "assistant", "function_call": {"name": 5}},
-            r"messages\[1\].function_call.name: expected a string, got 5",
-        ),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]},
+         r"messages\[1\].content\[0\].text: expected a string"),
+        ({"role": "assistant", "tool_calls": "[]"},
+         r"messages\[1\].tool_calls: expected a list, got '\[\]'"),
+        ({"role": "assistant", "function_call": {"name": 5}},
+         r"messages\[1\].function_call.name: expected a string, got 5"),
         (calling({"id": "c1"}), r"messages\[1\].tool_calls\[0\].function: expected an object"),
         (
             calling(call("c1", "{}", 5)),  # type: ignore[arg-type]
             r"messages\[1\].tool_calls\[0\].function.name: expected a string, got 5",
         ),
     ],
-)
+)  # fmt: skip
 def test_errors_name_message_and_field(message: object, error: str) -> None:
     with pytest.raises(RequestError, match=error):
         normal_form([{"role": "user", "content": "hi"}, message])

@@ -16,8 +16,6 @@ from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 from tests.support import END, ScriptedEngine, Step, chat_format, chunks, logprob, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 
 

@@ -46,17 +46,11 @@ TOOLS = [
 # These write a thought only while no user's message follows, so a prompt of theirs does not extend
 # the ids of the turn before; ours does.
 DROP_THOUGHTS = {
-    "GLM-4.7-Flash",
-    "MiniMaxAI-MiniMax-M2",
-    "MiniMaxAI-MiniMax-M2.7",
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "NVIDIA-Nemotron-Nano-v2",
-    "Qwen-Qwen3-0.6B",
-    "Qwen-Qwen3-4B-Thinking-2507",
-    "Qwen-Qwen3.5-0.8B",
-    "Qwen-Qwen3.6-35B-A3B",
+    "GLM-4.7-Flash", "MiniMaxAI-MiniMax-M2", "MiniMaxAI-MiniMax-M2.7",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-Nano-v2", "Qwen-Qwen3-0.6B",
+    "Qwen-Qwen3-4B-Thinking-2507", "Qwen-Qwen3.5-0.8B", "Qwen-Qwen3.6-35B-A3B",
     "deepseek-ai-DeepSeek-V3.2",
-}
+}  # fmt: skip
 # A turn of harmony ends with <|return|>, which a prompt of its template has replaced by <|end|>.
 REPLACES_END = {"openai-gpt-oss-120b"}
 # "It begins inside a thought" means that a message without one is written in another way.
@@ -238,10 +232,8 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
     [
         ("Qwen-Qwen3-0.6B", "<|im_end|>\n<|im_start|>user\n<tool_response>"),
         ("GLM-4.7-Flash", "<|observation|><tool_response>"),
-        (
-            "deepseek-ai-DeepSeek-V3.1",
-            "<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>",
-        ),
+        ("deepseek-ai-DeepSeek-V3.1",
+         "<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>"),
         ("moonshotai-Kimi-K2-Instruct", "<|tool_calls_section_end|><|im_end|><|im_system|>"),
         ("MiniMaxAI-MiniMax-M2", "</minimax:tool_call>[e~[\n]~b]tool"),
         ("openai-gpt-oss-120b", "<|call|><|start|>functions.multiply to=assistant"),
@@ -249,7 +241,7 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
         ("NVIDIA-Nemotron-Nano-v2", "]</TOOLCALL><SPECIAL_12>\n<SPECIAL_11>User"),
         ("meta-llama-Llama-3.1-8B-Instruct", "<|eot_id|><|start_header_id|>ipython"),
     ],
-)
+)  # fmt: skip
 def test_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -> None:
     chat = chat_of(name)
     call = ToolCall(call_id(name), "multiply", {}, "", 0, 0)

@@ -58,8 +58,6 @@ from tests.support import (
     written,
 )
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 ASKED = [{"role": "user", "content": "What is 37 times 48?"}]
 
@@ -112,10 +110,15 @@ def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
     assert trajectory.to_dict_per_token()["ids"] == ids
 
 
-async def test_question_is_answered() -> None:
-    engine = ScriptedEngine(says("It is 1776."))
-    trajectory = await rollout(engine).run()
+async def play(engine: ScriptedEngine, tools: Sequence[Any] = (), **options: Any) -> Trajectory:
+    """Run a rollout, and check its record."""
+    trajectory = await rollout(engine, tools, **options).run()
     check(trajectory, engine)
+    return trajectory
+
+
+async def test_question_is_answered() -> None:
+    trajectory = await play(ScriptedEngine(says("It is 1776.")))
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert trajectory.text == f"It is 1776.{END}"
     assert trajectory.turns[0].end is TurnEnd.STOP
@@ -126,8 +129,7 @@ async def test_question_is_answered() -> None:
 
 async def test_next_turn_reads_the_result_of_a_call() -> None:
     engine = ScriptedEngine(says(call_text("multiply", {"a": 37, "b": 48})), says("It is 1776."))
-    trajectory = await rollout(engine, [multiply]).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [multiply])
     (result,) = trajectory.results
     assert (result.status, result.content) == (ToolCallStatus.OK, "1776")
     assert trajectory.turns[0].observation_ids == CHAT.observation(["1776"])
@@ -145,8 +147,7 @@ async def test_conversation_goes_on_while_the_user_replies() -> None:
         heard.append(answer)
         return replies[len(heard) - 1]
 
-    trajectory = await rollout(engine, [multiply], reply=reply).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [multiply], reply=reply)
     assert heard == ["Is it 50?", "75?", "62?"]
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert trajectory.answer == "62?"
@@ -172,8 +173,7 @@ async def test_user_hears_the_last_answer_within_the_budget(
         return "higher" * len(heard) ** 6  # the second one exceeds the budget of tokens
 
     engine = ScriptedEngine(says("50?"), says("75?"))
-    trajectory = await rollout(engine, reply=reply, budget=budget).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, reply=reply, budget=budget)
     assert (heard, trajectory.stop_reason) == (["50?", "75?"], stop_reason)
 
 
@@ -239,8 +239,7 @@ async def test_calls_of_a_turn_run_concurrently_with_ordered_results() -> None:
     engine = ScriptedEngine(
         says("\n".join(call_text("wait", {"n": n}) for n in range(3))), says("done")
     )
-    trajectory = await rollout(engine, [wait]).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [wait])
     assert finished == [2, 1, 0]
     assert [result.content for result in trajectory.results] == ["0", "1", "2"]
     assert trajectory.turns[0].observation_ids == CHAT.observation(["0", "1", "2"])
@@ -299,26 +298,21 @@ async def test_trajectory_equals_that_of_serial_execution(
     assert [r.status for r in cut.results] == [r.status for r in serial.results]
 
 
-async def test_malformed_call_gets_an_error_message() -> None:
-    engine = ScriptedEngine(says("<tool_call>{nope</tool_call>"), says("sorry"))
-    trajectory = await rollout(engine, [multiply]).run()
-    check(trajectory, engine)
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("<tool_call>{nope</tool_call>", "not valid JSON"), ('<tool_call>{"name": "multiply"', "")],
+)
+async def test_malformed_or_unclosed_call_gets_an_error_message(text: str, error: str) -> None:
+    trajectory = await play(ScriptedEngine(says(text), says("sorry")), [multiply])
     (result,) = trajectory.results
     assert result.status is ToolCallStatus.MALFORMED
-    assert "not valid JSON" in result.content
+    assert error in result.content
     assert trajectory.stop_reason is StopReason.ANSWERED
-
-
-async def test_unclosed_call_at_the_end_gets_an_error_message() -> None:
-    engine = ScriptedEngine(says('<tool_call>{"name": "multiply"'), says("sorry"))
-    trajectory = await rollout(engine, [multiply]).run()
-    assert [r.status for r in trajectory.results] == [ToolCallStatus.MALFORMED]
 
 
 async def test_turns_are_bounded() -> None:
     engine = ScriptedEngine(*(says(call_text("echo", {"text": "x"})) for _ in range(3)))
-    trajectory = await rollout(engine, [echo], budget=Budget(max_turns=2)).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], budget=Budget(max_turns=2))
     assert trajectory.stop_reason is StopReason.TURN_BUDGET
     assert len(trajectory.turns) == len(trajectory.results) == 2
     assert trajectory.turns[-1].observation_ids == []
@@ -330,8 +324,7 @@ async def test_response_tokens_are_bounded_including_tool_responses(spare: int) 
     used = len(written(CHAT, text + END)) + len(CHAT.observation(["x"]))
     engine = ScriptedEngine(says(text), says("d", end=TurnEnd.LENGTH))
     budget = Budget(max_response_tokens=used + spare)
-    trajectory = await rollout(engine, [echo], budget=budget).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], budget=budget)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert len(trajectory.turns) == (2 if spare else 1)
     assert [generation.max_new_tokens for generation in engine.asked][1:] == (
@@ -359,8 +352,7 @@ async def test_sampled_tokens_are_bounded_without_tool_responses() -> None:
     call = says(call_text("echo", {"text": "x"}))
     engine = ScriptedEngine(call, call, says("do", end=TurnEnd.LENGTH))
     budget = Budget(max_sampled_tokens=2 * len(call) + 2)
-    trajectory = await rollout(engine, [echo], budget=budget).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], budget=budget)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert trajectory.num_sampled_tokens == 2 * len(call) + 2 < trajectory.num_response_tokens
     assert [generation.max_new_tokens for generation in engine.asked] == [
@@ -379,15 +371,12 @@ async def test_no_turn_starts_without_budget_for_a_token() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=8), st.booleans())
-async def test_stop_sequence_ends_a_turn_at_its_last_token(
-    cuts: list[int], with_text: bool
-) -> None:
+async def test_stop_sequence_ends_turn_at_its_last_token(cuts: list[int], with_text: bool) -> None:
     ids = written(CHAT, f"hello world, what STOP hello{END}")
     num = next(n for n in range(len(ids)) if "STOP" in CHAT.decode(ids[:n]))
     engine = ScriptedEngine([*chunks(ids, [min(cut, len(ids)) for cut in cuts])])
     options = TurnOptions(stop=("never", "STOP"))
-    trajectory = await rollout(engine, options=options, with_text=with_text).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, options=options, with_text=with_text)
     (turn,) = trajectory.turns
     assert turn.output_ids == ids[:num]
     assert (trajectory.stop_reason, turn.end) == (StopReason.STOP_SEQUENCE, TurnEnd.STOP)
@@ -396,8 +385,7 @@ async def test_stop_sequence_ends_a_turn_at_its_last_token(
 
 async def test_stop_sequence_frees_the_server_at_once() -> None:
     engine = ScriptedEngine([*says("a STOP b")[:-2], anyio.sleep_forever])
-    trajectory = await rollout(engine, options=TurnOptions(stop=("STOP",))).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, options=TurnOptions(stop=("STOP",)))
     assert trajectory.stop_reason is StopReason.STOP_SEQUENCE
 
 
@@ -462,9 +450,7 @@ async def test_single_call_leaves_a_finished_turn_unchanged() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=8), limit=st.sampled_from([None, 1, 2, 3]))
-async def test_calls_beyond_the_limit_of_a_turn_are_ignored(
-    cuts: list[int], limit: int | None
-) -> None:
+async def test_calls_beyond_limit_of_a_turn_are_ignored(cuts: list[int], limit: int | None) -> None:
     """Their text stays, as the model wrote it, but they neither run nor get a response."""
     broken = "<tool_call>\n{broken\n</tool_call>"
     written_calls = [call_text("echo", {"text": "a"}), broken, call_text("echo", {"text": "c"})]
@@ -472,8 +458,7 @@ async def test_calls_beyond_the_limit_of_a_turn_are_ignored(
     engine = ScriptedEngine(
         [*chunks(ids, [min(cut, len(ids)) for cut in cuts])], list(chunks(written(CHAT, END)))
     )
-    trajectory = await rollout(engine, [echo], budget=Budget(max_calls_per_turn=limit)).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], budget=Budget(max_calls_per_turn=limit))
     turn = trajectory.turns[0]
     assert turn.output_ids == ids
     expected = [ToolCallStatus.OK, ToolCallStatus.MALFORMED, ToolCallStatus.OK][:limit]
@@ -512,8 +497,7 @@ async def test_feedback_is_in_the_wording_of_the_rollout() -> None:
 async def test_only_the_first_turn_must_call() -> None:
     engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
     options = TurnOptions(rules=OutputRules("required"))
-    trajectory = await rollout(engine, [echo], options=options).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], options=options)
     assert [bool(generation.parameters) for generation in engine.asked] == [True, False]
     assert trajectory.answer == "done"
 
@@ -524,8 +508,7 @@ async def test_forced_call_is_found_however_its_markers_are_spelled(rules: Outpu
     spelled = [*CHAT.encode(call_text("echo", {"text": "x"})), *written(CHAT, END)]
     assert CHAT.token_id("<tool_call>") not in spelled
     engine = ScriptedEngine([*chunks(spelled, range(1, len(spelled)))], says("done"))
-    trajectory = await rollout(engine, [echo], options=TurnOptions(rules=rules)).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], options=TurnOptions(rules=rules))
     results = [(result.name, result.content) for result in trajectory.turns[0].results]
     assert results == ([("echo", "x")] if rules.tool else [])
 
@@ -552,8 +535,7 @@ async def test_another_refusal_stays_as_it_is() -> None:
 async def test_ignore_end_uses_the_whole_budget() -> None:
     text = call_text("echo", {"text": "x"})
     engine = ScriptedEngine(says(f"{text}{END}{text}", end=TurnEnd.LENGTH))
-    trajectory = await rollout(engine, [echo], options=TurnOptions(ignore_end=True)).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [echo], options=TurnOptions(ignore_end=True))
     assert trajectory.calls == []  # they could not be answered
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert engine.asked[0].stop_ids == ()
@@ -609,8 +591,7 @@ async def test_timeout_applies_everywhere(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     script: list[Step] = [anyio.sleep_forever] if where == "generating" else []
     engine = ScriptedEngine([*script, *says(call_text("stateful", {}))], says("done"))
-    trajectory = await rollout(engine, [tool], budget=Budget(timeout_s=0.1)).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [tool], budget=Budget(timeout_s=0.1))
     assert trajectory.stop_reason is StopReason.TIME_BUDGET
     assert (tool.num_open, tool.running) == (0, 0)
 
@@ -622,9 +603,7 @@ async def test_running_out_of_tokens_cancels_the_calls_of_the_turn(answers_first
     waits: list[Step] = [anyio.wait_all_tasks_blocked]
     call = written(CHAT, call_text("stateful", {}))
     after = chunks(written(CHAT, " and"), end=TurnEnd.LENGTH, offset=len(call))
-    engine = ScriptedEngine([*chunks(call, end=None), *waits, *after])
-    trajectory = await rollout(engine, [tool]).run()
-    check(trajectory, engine)
+    trajectory = await play(ScriptedEngine([*chunks(call, end=None), *waits, *after]), [tool])
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert len(trajectory.calls) == 1
     assert trajectory.results == []
@@ -633,9 +612,7 @@ async def test_running_out_of_tokens_cancels_the_calls_of_the_turn(answers_first
 
 async def test_lost_server_is_an_infrastructure_failure() -> None:
     script: list[Step] = [*says("It is", end=TurnEnd.LENGTH)[:-1], ServerUnavailable("gone")]
-    engine = ScriptedEngine(script)
-    trajectory = await rollout(engine).run()
-    check(trajectory, engine)
+    trajectory = await play(ScriptedEngine(script))
     assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
     assert trajectory.error == "gone"
     assert trajectory.turns[0].end is TurnEnd.ABORT
@@ -643,9 +620,7 @@ async def test_lost_server_is_an_infrastructure_failure() -> None:
 
 @pytest.mark.parametrize("end", [None, TurnEnd.ABORT])
 async def test_turn_without_an_end_is_not_an_answer(end: TurnEnd | None) -> None:
-    engine = ScriptedEngine(list(chunks(written(CHAT, "It is"), end=end)))
-    trajectory = await rollout(engine).run()
-    check(trajectory, engine)
+    trajectory = await play(ScriptedEngine(list(chunks(written(CHAT, "It is"), end=end))))
     assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
 
 
@@ -677,8 +652,7 @@ async def test_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> No
             yield run
 
     engine = ScriptedEngine([*says(call_text("lost", {}))[:-1], anyio.sleep_forever])
-    trajectory = await rollout(engine, [Lost()]).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [Lost()])
     assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
     assert trajectory.error == "lost: worker died"
 
@@ -745,9 +719,7 @@ async def test_cancellation_at_any_point_leaves_nothing_behind(where: str) -> No
 @pytest.mark.parametrize(
     "where", ["before", "waiting", "sampling", "tool", "opening", "second turn"]
 )
-async def test_cancel_sets_the_stop_reason_and_leaves_nothing_behind(
-    where: str,
-) -> None:
+async def test_cancel_sets_the_stop_reason_and_leaves_nothing_behind(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     cancel_point = hook(tool.at)
     first = says(call_text("stateful", {}))
@@ -818,9 +790,7 @@ async def test_cancel_within_a_cancelled_scope_abandons_the_rollout() -> None:
 async def test_caller_tools_end_the_rollout() -> None:
     theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
     text = call_text("theirs", {"q": 1}) + call_text("echo", {"text": "x"})
-    engine = ScriptedEngine(says(text))
-    trajectory = await rollout(engine, [theirs, echo]).run()
-    check(trajectory, engine)
+    trajectory = await play(ScriptedEngine(says(text)), [theirs, echo])
     assert trajectory.stop_reason is StopReason.CALLER_TOOLS
     assert [r.status for r in trajectory.results] == [ToolCallStatus.CALLER, ToolCallStatus.OK]
     assert trajectory.turns[0].observation_ids == []
@@ -836,8 +806,7 @@ async def test_long_tool_response_keeps_its_head_and_its_tail(length: int) -> No
 
     engine = ScriptedEngine(says(call_text("long", {})), says("done"))
     budget = Budget(max_tool_response_tokens=41, max_response_tokens=10_000)
-    trajectory = await rollout(engine, [long], budget=budget).run()
-    check(trajectory, engine)
+    trajectory = await play(engine, [long], budget=budget)
     before, after = CHAT.decode(CHAT.observation(["@"])).split("@")
     body = CHAT.decode(trajectory.turns[0].observation_ids)
     body = body.removeprefix(before).removesuffix(after)
@@ -884,13 +853,8 @@ async def test_versions_change_with_the_weights_within_a_turn() -> None:
         *chunks(first, [1], end=None, version="v1"),
         *chunks(second, [1], version="v2", offset=3),
     ]
-    engine = ScriptedEngine(list(script))
-    trajectory = await rollout(engine).run()
-    check(trajectory, engine)
-    assert trajectory.turns[0].versions == [
-        VersionSpan("v1", 0, 3),
-        VersionSpan("v2", 3, len(ids)),
-    ]
+    trajectory = await play(ScriptedEngine(list(script)))
+    assert trajectory.turns[0].versions == [VersionSpan("v1", 0, 3), VersionSpan("v2", 3, len(ids))]
 
 
 async def test_servers_version_spans_take_precedence_from_their_start() -> None:
@@ -898,9 +862,7 @@ async def test_servers_version_spans_take_precedence_from_their_start() -> None:
     *script, last = chunks(ids, range(1, len(ids)), version="seen")
     account = (VersionSpan("v1", 2, 4), VersionSpan("v2", 4, len(ids)))
     end = Chunk(last.ids, last.logprobs, last.version, TurnEnd.STOP, account, cached_tokens=7)
-    engine = ScriptedEngine([*script, end])
-    trajectory = await rollout(engine).run()
-    check(trajectory, engine)
+    trajectory = await play(ScriptedEngine([*script, end]))
     assert trajectory.turns[0].versions == [VersionSpan("seen", 0, 2), *account]
     assert trajectory.turns[0].cached_tokens == 7
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import anyio
@@ -12,65 +10,15 @@ import pytest
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tool_formats import describe
 from agentloop.agent.tools import Tools
-from agentloop.sandbox import (
-    CallError,
-    CallResult,
-    LostBy,
-    Overloaded,
-    Pool,
-    SessionLost,
-)
+from agentloop.sandbox import CallError, CallResult, LostBy, Overloaded, Pool, SessionLost
 from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.trajectory import ToolCallStatus
-
-pytestmark = pytest.mark.anyio
+from tests.fakes import FakePool
 
 
 def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResult:
     return CallResult(id=1, status=status, **fields)
-
-
-class FakePool:
-    """Returns the given results in order; a cell with the text `hang` never ends."""
-
-    def __init__(self, *results: CallResult | Exception, full: bool = False) -> None:
-        self.results = list(results)
-        self.full = full
-        self.asked: list[tuple[str, str, float | None]] = []
-        self.lost_by: LostBy | None = None
-        self.num_sessions = 0
-        self.num_open = 0
-        self.num_running = 0
-
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
-        self.asked.append((code, stdin, timeout_s))
-        self.num_running += 1
-        assert self.num_running == 1  # cells run one at a time
-        try:
-            if code == "hang":
-                await anyio.sleep_forever()
-            await anyio.lowlevel.checkpoint()
-        finally:
-            self.num_running -= 1
-        answer = self.results.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        if "_exit" in code:
-            self.lost_by = LostBy.PROGRAM
-        return answer
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[FakePool]:
-        if self.full:
-            raise Overloaded("no seat")
-        self.num_sessions += 1
-        self.num_open += 1
-        self.lost_by = None
-        try:
-            yield self
-        finally:
-            self.num_open -= 1
 
 
 def pool(fake: FakePool) -> Pool:
@@ -146,7 +94,7 @@ async def test_cells_share_a_session_that_ends_with_the_trajectory() -> None:
     async with Tools([JupyterCode(pool(fake))]) as tools, anyio.create_task_group() as tasks:
         for _ in range(2):
             tasks.start_soon(tools.run, JupyterCode.name, {"code": "x"})
-    assert (fake.num_sessions, fake.num_open) == (1, 0)
+    assert (fake.num_sessions, fake.num_open, fake.max_running) == (1, 0, 1)
 
 
 async def test_notebook_killed_by_the_model_is_restarted_with_a_note() -> None:
@@ -194,7 +142,7 @@ async def test_notebook_lost_by_the_sandbox_is_an_infrastructure_failure(by: Los
 
 
 async def test_no_free_session_for_a_notebook_is_an_infrastructure_failure() -> None:
-    async with Tools([JupyterCode(pool(FakePool(full=True)))]) as tools:
+    async with Tools([JupyterCode(pool(FakePool(no_session=Overloaded("no seat"))))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
     assert output.status is ToolCallStatus.INFRASTRUCTURE
     assert "no seat" in output.content

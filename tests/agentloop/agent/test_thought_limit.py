@@ -26,8 +26,6 @@ from tests.support import (
     written,
 )
 
-pytestmark = pytest.mark.anyio
-
 THOUGHTS = ("<think>", "</think>")
 CHAT = ChatFormat(tokenizer((*TAGS, *THOUGHTS)), template(), end_token=END)
 OPENING = ChatFormat(

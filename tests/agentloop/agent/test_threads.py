@@ -20,8 +20,6 @@ from agentloop.environments.environment import Environment
 from agentloop.trajectory import ToolCallStatus
 from tests.patience import patient
 
-pytestmark = pytest.mark.anyio
-
 
 class Shop:
     """A tool with a connection that it opens where it is made, or at its first call."""

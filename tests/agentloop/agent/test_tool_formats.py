@@ -53,14 +53,9 @@ PAPER = [
 # Of microsoft/rStar at ecbfb94: what code_judge_utils.py makes of Code Judge's results.
 RELEASE = [
     (result(stdout="24\n"), "Tool call success\nstdout: 24\n\nexecution time: 0.13s"),
-    (
-        result(stdout="24\n", stderr="a warning\n"),
-        "Tool call success\nstdout: 24\n\nstderr: a warning\n\nexecution time: 0.13s",
-    ),
-    (
-        result(stdout="a\n", result="3"),
-        "Tool call success\nstdout: a\n3\n\nexecution time: 0.13s",
-    ),
+    (result(stdout="24\n", stderr="a warning\n"),
+     "Tool call success\nstdout: 24\n\nstderr: a warning\n\nexecution time: 0.13s"),
+    (result(stdout="a\n", result="3"), "Tool call success\nstdout: a\n3\n\nexecution time: 0.13s"),
     (result(), "Tool call success\nexecution time: 0.13s"),
     (
         FAILED,
@@ -72,11 +67,9 @@ RELEASE = [
         "Tool call failure\nreason: worker_timeout\nstdout: 1\nSuicide from timeout.\n\n"
         "execution time: 0.13s",
     ),
-    (
-        result(SandboxStatus.ERROR, stderr="bye\n", exit_code=3),
-        "Tool call failure\nreason: \nstderr: bye\n\nexecution time: 0.13s",
-    ),
-]
+    (result(SandboxStatus.ERROR, stderr="bye\n", exit_code=3),
+     "Tool call failure\nreason: \nstderr: bye\n\nexecution time: 0.13s"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call_result", "text"), PAPER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,10 +30,10 @@ from agentloop.agent.tools import (
 )
 from agentloop.errors import RequestError
 from agentloop.trajectory import ToolCallStatus
+from tests.commands import run_python
+from tests.fakes import Unprintable
 from tests.patience import patient
 from tests.support import eventually
-
-pytestmark = pytest.mark.anyio
 
 
 def multiply(a: int, b: int = 2) -> int:
@@ -194,17 +193,12 @@ async def test_model_reads_a_tools_exception() -> None:
         """Raise too."""
         raise TimeoutError
 
-    def exiting() -> None:
-        """Leave."""
-        raise SystemExit(3)
-
     output = await call(bad)
     assert (output.status, output.content) == (
         ToolCallStatus.ERROR,
         "[error] ValueError: no such thing",
     )
     assert (await call(worse)).status is ToolCallStatus.ERROR
-    assert (await call(exiting)).status is ToolCallStatus.ERROR
 
 
 async def test_tool_that_hangs_is_stopped() -> None:
@@ -387,11 +381,6 @@ async def test_caller_tool_runs_nothing() -> None:
         assert (await tools.run("theirs", {"any": "thing"})).status is ToolCallStatus.CALLER
 
 
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("even this")
-
-
 async def raises_unprintable() -> None:
     """Raise what cannot be told."""
     raise Unprintable
@@ -415,9 +404,7 @@ async def exits() -> None:
 @pytest.mark.parametrize(
     "function", [raises_unprintable, returns_unprintable, cancels_itself, exits]
 )
-async def test_model_reads_any_failure_of_a_tool_as_an_error(
-    function: Callable[..., Any],
-) -> None:
+async def test_model_reads_any_failure_of_a_tool_as_an_error(function: Callable[..., Any]) -> None:
     output = await call(function)
     assert output.status is ToolCallStatus.ERROR
     assert output.content.startswith("[error] ")
@@ -541,9 +528,7 @@ def test_first_function_imports_nothing_slow_once_the_parser_is_imported() -> No
         "late = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(late & {'transformers'} or 'torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", program)
     assert done.stdout.strip() == "False"
 
 

@@ -17,8 +17,6 @@ from agentloop.trajectory import StopReason, Trajectory
 from tests.agentloop.agent.test_rollout import ASKED, CHAT, multiply, says
 from tests.support import ScriptedEngine, call_text
 
-pytestmark = pytest.mark.anyio
-
 CALL = call_text("multiply", {"a": 37, "b": 48})
 LOST: Any = [ServerUnavailable("killed")]  # in place of a turn that a kill cuts off
 
@@ -58,13 +56,13 @@ async def test_conversation_goes_on_after_its_last_kept_turn() -> None:
     cut = await run(disk, ScriptedEngine(says(CALL), says(CALL), LOST), [multiply])
     assert (cut.stop_reason, len(called)) == (StopReason.INFRASTRUCTURE, 2)
     engine = ScriptedEngine(says("1776"))
-    whole = await run(disk, engine, [multiply])
-    assert (whole.stop_reason, whole.answer, len(called)) == (StopReason.ANSWERED, "1776", 2)
-    assert loads(dumps(whole.turns[:2])) == loads(dumps(cut.turns[:2]))
+    complete = await run(disk, engine, [multiply])
+    assert (complete.stop_reason, complete.answer, len(called)) == (StopReason.ANSWERED, "1776", 2)
+    assert loads(dumps(complete.turns[:2])) == loads(dumps(cut.turns[:2]))
     assert engine.asked[0].ids == cut.ids
-    assert whole.elapsed_s >= cut.turns[1].ended_s
+    assert complete.elapsed_s >= cut.turns[1].ended_s
     # Now the whole conversation is kept.
-    assert (await run(disk, ScriptedEngine(), [multiply])).ids == whole.ids
+    assert (await run(disk, ScriptedEngine(), [multiply])).ids == complete.ids
 
 
 @pytest.mark.parametrize(
@@ -81,8 +79,8 @@ async def test_other_settings_start_conversation_anew(changed: dict[str, Any]) -
 async def test_limit_of_turns_holds_over_kills() -> None:
     disk, budget = Disk(), Budget(max_turns=2)
     await run(disk, ScriptedEngine(says(CALL), LOST), budget=budget)
-    whole = await run(disk, ScriptedEngine(says(CALL)), budget=budget)
-    assert (whole.stop_reason, len(whole.turns)) == (StopReason.TURN_BUDGET, 2)
+    complete = await run(disk, ScriptedEngine(says(CALL)), budget=budget)
+    assert (complete.stop_reason, len(complete.turns)) == (StopReason.TURN_BUDGET, 2)
 
 
 @pytest.mark.parametrize("may_repeat", [True, False])
@@ -119,21 +117,21 @@ async def test_conversation_with_state_in_tools_is_not_kept() -> None:
 
 
 async def test_replies_to_kept_answers_are_asked_for_again() -> None:
-    asked: list[str] = []
+    heard: list[str] = []
     replies = {"one": "go on", "two": "go on", "three": None}
 
     async def reply(answer: str) -> str | None:
-        asked.append(answer)
+        heard.append(answer)
         return replies[answer]
 
     disk = Disk()
     await run(disk, ScriptedEngine(says("one"), says("two"), LOST), reply=reply)
     await run(disk, ScriptedEngine(says("three")), reply=reply)
-    assert asked == ["one", "two", "one", "two", "three"]
+    assert heard == ["one", "two", "one", "two", "three"]
     # Another reply: the model goes on from there.
     replies["one"] = "what?"
-    whole = await run(disk, ScriptedEngine(says("three")), reply=reply)
-    assert [turn.text.partition("<")[0] for turn in whole] == ["one", "three"]
+    complete = await run(disk, ScriptedEngine(says("three")), reply=reply)
+    assert [turn.text.partition("<")[0] for turn in complete] == ["one", "three"]
 
 
 async def test_journal_that_is_lost_is_no_reward() -> None:

@@ -122,7 +122,6 @@ def test_damaged_line_is_named(run: Path, damage: Any) -> None:
         last_rollouts(run)
 
 
-@pytest.mark.anyio
 async def test_each_token_gets_its_own_entropy(tmp_path: Path) -> None:
     learner = Learner(off=-0.5)
     scored = await score(learner, [rollout(), rollout("1.1")], tmp_path, timeout_s=5)
@@ -134,7 +133,6 @@ async def test_each_token_gets_its_own_entropy(tmp_path: Path) -> None:
     assert learner.asked[0]["lengths"].tolist() == [8, 8]
 
 
-@pytest.mark.anyio
 async def test_entropies_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LearnerError, match="not finite"):
         await score(Learner(entropy=float("nan")), [rollout()], tmp_path, timeout_s=5)

@@ -51,7 +51,6 @@ def later(path: Path, than: Path) -> None:
     os.utime(path, (when, when))
 
 
-@pytest.mark.anyio
 async def test_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     async with RunFolder.open(path, TRAIN) as folder:

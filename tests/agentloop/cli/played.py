@@ -15,16 +15,8 @@ SAID = "<tool_response></tool_response>y"
 """The text of the ids with which `server` responds."""
 
 
-class AnyPromptServer(FakeSGLang):
-    """Gives the same response to every prompt."""
-
-    async def _stream(self, request: Any, response: Any, body: Any, fault: Any) -> None:
-        self.num_prompt = len(body["input_ids"])
-        await super()._stream(request, response, body, fault)
-
-
-def server() -> AnyPromptServer:
-    return AnyPromptServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+def server() -> FakeSGLang:
+    return FakeSGLang([5, 6, 99], None, context_length=4000, max_total_num_tokens=80_000)
 
 
 def settings_for(fake: FakeSGLang) -> list[str]:

@@ -77,10 +77,7 @@ def test_answer_that_is_interrupted_is_forgotten(
     ("models", "description"),
     [
         (("sft/model",), "sft/model (no weights have been published)"),
-        (
-            ("sft/model", "weights/9", "weights/12"),
-            "weights/12 (version 12, the newest published)",
-        ),
+        (("sft/model", "weights/9", "weights/12"), "weights/12 (version 12, the newest published)"),
         (("model",), "model"),  # of a supervised run
     ],
 )
@@ -243,15 +240,9 @@ def test_conversations_are_printed_one_after_the_other() -> None:
         show(event)
     text = cast(io.StringIO, out.file).getvalue()
     assert [line for line in text.splitlines() if line] == [
-        "> a?",
-        "one two",
-        "0 turns, 0 calls, 0 tokens in 0.0 s",
-        "> b?",
-        "from b",
-        "0 turns, 0 calls, 0 tokens in 0.0 s",
-        "> c?",
-        "the environment ended this conversation",
-    ]
+        "> a?", "one two", "0 turns, 0 calls, 0 tokens in 0.0 s", "> b?", "from b",
+        "0 turns, 0 calls, 0 tokens in 0.0 s", "> c?", "the environment ended this conversation",
+    ]  # fmt: skip
 
 
 def test_conversation_with_a_player_is_printed() -> None:

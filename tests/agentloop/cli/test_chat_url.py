@@ -18,8 +18,6 @@ from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.trajectory import Message
 from tests.agentloop.serving.test_app import says, service
 
-pytestmark = pytest.mark.anyio
-
 HELLO: list[Message] = [{"role": "user", "content": "Hello?"}]
 
 
@@ -87,9 +85,7 @@ async def test_our_own_service_answers(end: str) -> None:
             assert await running.answer(HELLO, Console(file=StringIO())) == "It is 1776."
 
 
-def test_missing_service_and_unused_settings_are_errors(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_missing_service_and_unused_settings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1", "Hello?"]) == 2
     assert "is `agentloop serve` running there?" in capsys.readouterr().err
     assert main(["chat", "--url", "http://127.0.0.1:1", "Hello?", "model=x"]) == 2

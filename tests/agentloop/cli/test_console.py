@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -38,7 +37,8 @@ from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.launch.progress import ProgressLine
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run.status import RunStatus
-from tests.patience import patient
+from tests.commands import OUR_PATH, run_python
+from tests.fakes import Unprintable
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,7 @@ def _same_logging() -> Iterator[None]:
 
 def test_files_and_overrides_are_told_apart() -> None:
     arguments = ["a.toml", "server.count=2", "folder/b.toml", "model=x"]
-    assert split_settings(arguments) == (
-        ["a.toml", "folder/b.toml"],
-        ["server.count=2", "model=x"],
-    )
+    assert split_settings(arguments) == (["a.toml", "folder/b.toml"], ["server.count=2", "model=x"])
 
 
 def test_settings_are_arguments_of_every_command() -> None:
@@ -330,17 +327,12 @@ async def hangs(task, agent):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "command",
-    ["env try hangs:hangs", "evaluate env=hangs:hangs", "chat env=hangs:hangs --task 7"],
+    "command", ["env try hangs:hangs", "evaluate env=hangs:hangs", "chat env=hangs:hangs --task 7"]
 )
 def test_signal_ends_a_command_whose_tasks_are_slow(tmp_path: Path, command: str) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    arguments = [sys.executable, "-m", "agentloop", *command.split(), 'servers=["http://[::1]:1"]']
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    ended = subprocess.run(
-        arguments, cwd=tmp_path, env=env, timeout=patient(100), capture_output=True
-    )
-    assert ended.returncode == 143, ended.stderr.decode()
+    arguments = ["-m", "agentloop", *command.split(), 'servers=["http://[::1]:1"]']
+    run_python(*arguments, cwd=tmp_path, env=OUR_PATH, timeout_s=100, status=143)
 
 
 def test_errors_of_several_tasks_are_printed_once_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,10 +394,6 @@ def test_failure_is_printed_once_per_place(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_warning_of_error_without_text(capsys: pytest.CaptureFixture[str]) -> None:
-    class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise KeyError("message")
-
     logging.getLogger().handlers.clear()
 
     async def fail() -> int:

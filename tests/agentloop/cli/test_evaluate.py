@@ -19,35 +19,10 @@ from agentloop.cli.evaluate import main
 from agentloop.config import load_settings
 from agentloop.evaluation.wiring import EvaluateSettings, chosen_tasks, evaluate
 from agentloop.launch.progress import ProgressLine
-from agentloop.training.run.status import RunStatus
 from tests.agentloop.cli import played
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
+from tests.fakes import RecordedProgress
 from tests.support import eventually
-
-
-class RecordedProgress:
-    """Records progress lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.statuses: list[RunStatus] = []
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        self.statuses.append(status)
-
-    @property
-    def line(self) -> str:
-        return self.lines[-1] if self.lines else ""
-
-    @property
-    def status(self) -> RunStatus | None:
-        return self.statuses[-1] if self.statuses else None
 
 
 def write(path: Path, *answers: str) -> Path:
@@ -84,6 +59,15 @@ def overrides_for(fake: FakeEndpoint, path: Path, *more: str) -> list[str]:
         "page=false",
         *more,
     ]
+
+
+@pytest.fixture
+def finished(fake: FakeEndpoint, tmp_path: Path) -> Path:
+    """The folder of a run of one task."""
+    file = write(tmp_path / "set.jsonl", "1")
+    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
+    gc.collect()  # its lock
+    return tmp_path / "runs" / "one"
 
 
 def test_two_sets_are_measured_and_written_down(
@@ -140,15 +124,9 @@ def test_missing_samples_are_reported_and_only_they_are_resumed(
     assert len(fake.requests) == num_requests + 3  # nobody was asked
 
 
-def test_resumed_run_keeps_the_model_that_was_discovered(
-    fake: FakeEndpoint, tmp_path: Path
-) -> None:
-    file = write(tmp_path / "set.jsonl", "1")
-    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
-    gc.collect()
+def test_resumed_run_keeps_model_that_was_discovered(fake: FakeEndpoint, finished: Path) -> None:
     fake.models = ["another"]
-    folder = str(tmp_path / "runs" / "one")
-    assert main(["--resume", folder, "evaluate.num_samples=5"]) == 0
+    assert main(["--resume", str(finished), "evaluate.num_samples=5"]) == 0
     assert fake.requests[-1]["model"] == "fake"
 
 
@@ -240,34 +218,21 @@ def test_refused_key_ends_it_at_once(
     ],
 )
 def test_run_does_not_go_on_as_another_one(
-    fake: FakeEndpoint,
-    tmp_path: Path,
-    override: str,
-    named: str,
-    capsys: pytest.CaptureFixture[str],
+    finished: Path, override: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path / "set.jsonl", "1")
-    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
-    gc.collect()
-    folder = tmp_path / "runs" / "one"
-    before = (folder / "config.toml").read_bytes()
-    assert main(["--resume", str(folder), override]) == 2
+    before = (finished / "config.toml").read_bytes()
+    assert main(["--resume", str(finished), override]) == 2
     assert named in capsys.readouterr().err
-    assert (folder / "config.toml").read_bytes() == before
+    assert (finished / "config.toml").read_bytes() == before
 
 
 def test_run_of_that_name_is_not_written_over(
-    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: FakeEndpoint, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path / "set.jsonl", "1")
-    arguments = [*overrides_for(fake, tmp_path), f"--tasks={file}"]
-    assert main(arguments) == 0
-    gc.collect()
-    assert main(arguments) == 2
+    assert main([*overrides_for(fake, tmp_path), f"--tasks={tmp_path / 'set.jsonl'}"]) == 2
     assert "run.name: a run already exists at" in capsys.readouterr().err
 
 
-@pytest.mark.anyio
 async def test_progress_is_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "1", "2")
     progress = RecordedProgress()
@@ -281,7 +246,6 @@ async def test_progress_is_shown(tmp_path: Path) -> None:
     assert any("samples in flight" in status.waits for status in progress.statuses)
 
 
-@pytest.mark.anyio
 async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "2")
     progress = RecordedProgress()
@@ -308,26 +272,21 @@ async def test_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     ("overrides", "named"),
     [
         (["endpoint.model=m"], "endpoint.model: needs endpoint.url as well"),
-        (
-            ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
-            "servers: not used with endpoint.url",
-        ),
-        (
-            ["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
-            "pass_at: 3 requires at least as many samples",
-        ),
-        (
-            ["endpoint.url=http://a/v1", "envs=[{}]"],
-            "envs: with endpoint.url, each must name an environment",
-        ),
+        (["endpoint.url=http://a/v1", "servers=['http://a:1']"],
+         "servers: not used with endpoint.url"),
+        (["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
+         "pass_at: 3 requires at least as many samples"),
+        (["endpoint.url=http://a/v1", "envs=[{}]"],
+         "envs: with endpoint.url, each must name an environment"),
         (["envs=[{}]", "env.name=a:b"], "env, envs: both are set"),
         (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
         (["--resume", "/no/such/run"], "--resume: /no/such/run is not a run (no config.toml)"),
+        (["--run", "/no/such/run", "--dry-run"], "config.toml"),
         (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
     ],
-)
+)  # fmt: skip
 def test_invalid_settings_are_refused_by_name(
     overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,13 +451,6 @@ def test_given_files_replace_held_out_tasks_of_a_run(
     file = write(tmp_path / "mine.jsonl", "1", "2", "3")
     assert main(["--run", str(trained), "--dry-run", "--tasks", str(file)]) == 0
     assert "tasks      3 (mine)" in capsys.readouterr().out
-
-
-def test_folder_that_is_not_a_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--run", str(tmp_path), "--dry-run"]) == 2
-    assert "config.toml" in capsys.readouterr().err
 
 
 def test_help_and_settings_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

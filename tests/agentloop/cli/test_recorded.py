@@ -126,10 +126,7 @@ def test_reward_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     [
         ({"prompt_ids": [1], "turns": []}, "line 1: field 'turns'"),
         (
-            {
-                "prompt_ids": [1],
-                "turns": [{"output_ids": [-1], "observation_ids": [], "text": ""}],
-            },
+            {"prompt_ids": [1], "turns": [{"output_ids": [-1], "observation_ids": [], "text": ""}]},
             "line 1: field 'turns.0.output_ids.0'",
         ),
         (

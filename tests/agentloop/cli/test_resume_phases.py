@@ -32,21 +32,12 @@ ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "agentloop" / "cli" / "recipes"
 NEEDS_GPUS_OR_THE_HUB = re.compile(r"^gsm8k$|^math$|^dapo$|^paper|^evaluate-|^one-gpu$|^release-")
 SHORT = [
-    "sft.loop.epochs=1",
-    "sft.loop.checkpoint_every=2",
-    "loop.prompts_per_step=2",
-    "loop.group_size=4",
-    "loop.evaluate_tasks=2",
-    "loop.evaluate_every=1",
-    "loop.checkpoint_every=2",
-    "roc.down_sample_to_n=2",
-    "roc.reject_equal_reward=false",
-    "ranks.nproc_per_node=1",
-    "sandbox.backend=process",
-    "sandbox.workers=1",
-    "sandbox.allow_weak_isolation=true",
-    "page=false",
-]
+    "sft.loop.epochs=1", "sft.loop.checkpoint_every=2", "loop.prompts_per_step=2",
+    "loop.group_size=4", "loop.evaluate_tasks=2", "loop.evaluate_every=1",
+    "loop.checkpoint_every=2", "roc.down_sample_to_n=2", "roc.reject_equal_reward=false",
+    "ranks.nproc_per_node=1", "sandbox.backend=process", "sandbox.workers=1",
+    "sandbox.allow_weak_isolation=true", "page=false",
+]  # fmt: skip
 REWARD = "reward.function=tests.agentloop.cli.struck:by_place"
 
 

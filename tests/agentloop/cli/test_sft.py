@@ -27,6 +27,7 @@ from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder, checkpoints_in
 from agentloop.training.run.status import RunStatus
 from agentloop.training.sft.run import SftSettings, sft
+from tests.fakes import RecordedProgress
 from tests.support import eventually
 
 RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
@@ -104,22 +105,6 @@ def test_laptops_stages_fit_together() -> None:
     assert settings.loop.evaluate_tasks <= settings.tasks.held_out
 
 
-class RecordedProgress:
-    """Records progress."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        print(line)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        pass
-
-
 OWN = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")
 
 
@@ -130,21 +115,12 @@ def tiny_settings(folder: Path, name: str) -> list[str]:
         shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
         (folder / "own.jinja").write_text(OWN, "utf-8")
     return [
-        f"model={model}",
-        f"chat.template={folder / 'own.jinja'}",
-        "data.teacher=120",
-        "page=false",
-        f"run.folder={folder}",
-        f"run.name={name}",
-        "loop.epochs=2",
-        "loop.lr=3e-3",
-        "loop.batch_tokens=2500",
-        "loop.checkpoint_every=3",
-        "learner.init=random",
-        "learner.config.num_hidden_layers=2",
-        "learner.micro_batch_tokens=5000",
+        f"model={model}", f"chat.template={folder / 'own.jinja'}", "data.teacher=120", "page=false",
+        f"run.folder={folder}", f"run.name={name}", "loop.epochs=2", "loop.lr=3e-3",
+        "loop.batch_tokens=2500", "loop.checkpoint_every=3", "learner.init=random",
+        "learner.config.num_hidden_layers=2", "learner.micro_batch_tokens=5000",
         "ranks.nproc_per_node=2",
-    ]
+    ]  # fmt: skip
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -152,7 +128,6 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-@pytest.mark.anyio
 @pytest.mark.real
 @pytest.mark.timeout(900)
 async def test_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path) -> None:
@@ -224,7 +199,6 @@ def pid_of_rank_1(logs: Path) -> int:
     raise AssertionError("there is no rank 1")
 
 
-@pytest.mark.anyio
 async def test_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

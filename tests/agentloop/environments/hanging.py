@@ -15,6 +15,7 @@ from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.sandbox import Pool
+from tests.fakes import NoModel
 from tests.patience import patient
 from tests.rollouts import records_of
 from tests.support import eventually
@@ -22,20 +23,6 @@ from tests.support import eventually
 __all__ = ["hang"]
 
 _SLEEP = "os.execv('/bin/sleep', ['sleep', '{mark}'])"
-
-
-class OnlyASandbox:
-    """A host that runs programs, and no conversations."""
-
-    resolve_tools: Any = None
-    rollout: Any = None
-    session_listener: Any = None
-
-    async def listen_for_sessions(self) -> None:
-        """Do nothing: there is no model."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
 
 
 async def hang(pool: Pool, mark: str) -> None:
@@ -57,7 +44,7 @@ async def hang(pool: Pool, mark: str) -> None:
             await anyio.sleep_forever()
         return 1.0
 
-    player = EnvironmentPlayer(hangs, OnlyASandbox(pool), sampling=Sampling())
+    player = EnvironmentPlayer(hangs, NoModel(pool), sampling=Sampling())
     with pytest.raises(RequestError, match="ran out of time"):
         await records_of(player, Task("t", "", ""), budget=agentloop.Budget(timeout_s=patient(6)))
     assert len(result) == 2

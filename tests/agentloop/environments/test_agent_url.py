@@ -18,31 +18,16 @@ from agentloop.errors import ServerUnavailable
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import RolloutRecord
-from agentloop.serving.sessions import SessionListener, listening_for_sessions
+from agentloop.serving.sessions import listening_for_sessions
 from agentloop.trajectory import StopReason, rollout_of
 from tests.agentloop.serving.test_app import CHAT, HELLO, says
+from tests.fakes import NoModel
 from tests.patience import patient
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 from tests.support import ScriptedEngine, Step
-
-pytestmark = pytest.mark.anyio
 
 TASK = Task("t", "hello", "")
 SAMPLING = Sampling(temperature=0.75, seed=3)
-
-
-class Listening:
-    """A host that serves sessions, and has nothing else."""
-
-    pool: Any = None
-    resolve_tools: Any = None
-    rollout: Any = None
-
-    def __init__(self, listener: SessionListener) -> None:
-        self.session_listener = listener
-
-    async def listen_for_sessions(self) -> None:
-        """Do nothing: it listens."""
 
 
 async def played(
@@ -56,7 +41,9 @@ async def played_by(engine: ScriptedEngine, environment: Any, budget: Budget) ->
     async with listening_for_sessions(
         engine, CHAT, model_name="fake", sampling=Sampling(), budget=budget
     ) as listener:
-        player = EnvironmentPlayer(environment, Listening(listener), sampling=SAMPLING)
+        player = EnvironmentPlayer(
+            environment, NoModel(session_listener=listener), sampling=SAMPLING
+        )
         (episode,) = await records_of(player, TASK, name="7-t", budget=budget)
         assert len(listener.sessions) == 0
     return episode
@@ -78,8 +65,7 @@ async def test_tokens_that_a_client_samples_are_recorded() -> None:
         return float(first + second == "onetwo")
 
     episode = await played(asks, says("one"), says("two"))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     (record,) = episode.trained
     assert len(record.turns) == 2
     assert record.stop_reason is StopReason.ANSWERED
@@ -128,8 +114,7 @@ async def test_conversation_keeps_to_the_budget_of_its_rollout() -> None:
 
     engine = ScriptedEngine(*(says("one") for _ in range(9)))
     episode = await played_by(engine, asks, Budget(max_response_tokens=60))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     (record,) = episode.trained
     assert 1 < len(record.turns) < 9
     assert record.num_response_tokens <= 60
@@ -146,9 +131,8 @@ async def test_server_that_fails_a_client_is_infrastructure() -> None:
         return 0.0  # the program gave up
 
     episode = await played(asks, [ServerUnavailable("gone")])
-    assert episode.reward is not None
-    assert episode.reward.value is None
-    assert "gone" in episode.reward.reason
+    assert reward_in(episode).value is None
+    assert "gone" in reward_in(episode).reason
 
 
 async def test_client_that_asks_again_and_is_answered_has_lost_nothing() -> None:
@@ -160,8 +144,7 @@ async def test_client_that_asks_again_and_is_answered_has_lost_nothing() -> None
         return 1.0
 
     episode = await played(asks, [ServerUnavailable("gone")], says("one"))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert len(episode.trained) == 1
 
 
@@ -215,5 +198,4 @@ async def test_session_of_a_rollout_serves_nothing_but_the_model() -> None:
         return float(await ask(agent) == "one")
 
     episode = await played(tries, says("one"))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0

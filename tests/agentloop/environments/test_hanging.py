@@ -14,7 +14,6 @@ from tests.agentloop.environments.hanging import hang
 from tests.sandbox.conftest import BARE
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),  # real workers are started
     pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc"),
 ]

@@ -23,21 +23,20 @@ from agentloop.errors import InfrastructureFailed, LimitReached, RequestError, S
 from agentloop.trajectory import Message
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.agentloop.rollouts.test_player import run
+from tests.rollouts import reward_in
 from tests.support import eventually
-
-pytestmark = pytest.mark.anyio
 
 RUBRIC = "1: right. 0: wrong. Not {formatted}."
 
 
-def said(text: str, *, usage: dict[str, int] | None = None) -> Answer:
+def saying(text: str, *, usage: dict[str, int] | None = None) -> Answer:
     usage = {"prompt_tokens": 1000, "completion_tokens": 100} if usage is None else usage
     choice = {"message": {"content": text}, "finish_reason": "stop"}
     return Answer(body={"choices": [choice], "usage": usage})
 
 
 def verdict(score: Any, **more: Any) -> Answer:
-    return said(f"Hm.\n{json.dumps({'reason': 'so it is', 'score': score})}", **more)
+    return saying(f"Hm.\n{json.dumps({'reason': 'so it is', 'score': score})}", **more)
 
 
 def endpoint(fake: FakeEndpoint, **options: Any) -> Endpoint:
@@ -110,7 +109,7 @@ async def test_malformed_verdict_is_repeated_with_the_mistake() -> None:
         assert second[:2] == first
         assert second[2]["role"] == "assistant"
         assert "the score must be a number from 0 to 1, not 7" in second[3]["content"]
-        fake.script.extend([said("no"), said("no")])
+        fake.script.extend([saying("no"), saying("no")])
         problem = r"no verdict in 2 tries: it must end .* not 'no'"
         with pytest.raises(InfrastructureFailed, match=problem):
             await judge("y")
@@ -119,7 +118,7 @@ async def test_malformed_verdict_is_repeated_with_the_mistake() -> None:
 
 async def test_reasoning_is_not_part_of_the_verdict() -> None:
     text = '<think>{"score": 0}</think>{"score": 1}'
-    async with FakeEndpoint(deque([said(text), said('<think>{"score": 0}')])).serving() as fake:
+    async with FakeEndpoint(deque([saying(text), saying('<think>{"score": 0}')])).serving() as fake:
         judge = Judge(endpoint(fake), RUBRIC, max_tries=1)
         assert await judge("x") == 1
         with pytest.raises(InfrastructureFailed, match="no verdict in 1 tries"):
@@ -337,7 +336,7 @@ async def test_number_of_requests_in_flight_is_bounded() -> None:
 async def test_equal_conversations_with_a_user_get_equal_replies() -> None:
     async with FakeEndpoint().serving() as fake:
         lines = ["I need a seat.", "By the window.", "", "On the aisle."]
-        fake.script.extend(said(line) for line in lines)
+        fake.script.extend(saying(line) for line in lines)
         model = endpoint(fake, max_cached=10)
 
         async def talk(*answers: str) -> list[str | None]:
@@ -437,7 +436,8 @@ async def test_judge_that_fails_gives_no_reward_and_never_0() -> None:
 
         episodes = await run(judged)
     rewards = sorted(
-        (single.reward for single in episodes if single.reward), key=lambda one: str(one.value)
+        (single.reward for single in episodes if single.reward),
+        key=lambda reward: str(reward.value),
     )
     assert [single.value for single in rewards] == [0.0, None]
     assert rewards[1].reason.startswith(f"infrastructure: {fake.url}: 503")
@@ -463,6 +463,5 @@ async def test_another_agent_may_be_the_judge() -> None:
         return await Judge(agent.chat, RUBRIC, low=-1, high=9, max_tries=1)("x")
 
     for single in await run(judged):
-        assert single.reward is not None
-        assert single.reward.value is None  # the fake model says how many messages it has seen
-        assert "the judge gave no verdict" in single.reward.reason
+        assert reward_in(single).value is None  # the fake model says how many messages it has seen
+        assert "the judge gave no verdict" in reward_in(single).reason

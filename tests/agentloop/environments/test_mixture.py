@@ -28,9 +28,8 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import player_of
 from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory
-from tests.rollouts import records_of
-
-pytestmark = pytest.mark.anyio
+from tests.fakes import NoModel
+from tests.rollouts import records_of, reward_in
 
 HERE = __name__
 
@@ -100,16 +99,12 @@ def test_env_and_envs_exclude_each_other(env: EnvSettings) -> None:
         resolved({"name": "m:one"}, env=env)
 
 
-class Model:
+class Model(NoModel):
     """Answers at once; records the budgets of environments and of the built-in agent."""
-
-    session_listener: Any = None
 
     async def listen_for_sessions(self) -> None:
         self.num_listens += 1
 
-    pool: Any = None
-    resolve_tools: Any = None
     router: Any = None
     own_tools: Any = ()
 
@@ -117,6 +112,7 @@ class Model:
         return [9]
 
     def __init__(self) -> None:
+        super().__init__()
         self.budgets: list[tuple[str, Budget]] = []
         self.num_listens = 0
 
@@ -168,8 +164,7 @@ async def test_single_environment_is_run_as_it_is() -> None:
     environments = resolved(env=EnvSettings(name=f"{HERE}:game"))
     player = player_of(environments, Model(), sampling=Sampling(), emit=ignore, grader=Grader())
     (episode,) = await records_of(player, Task("t", "", ""))
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 @pytest.mark.parametrize(("name", "num_listens"), [(f"{HERE}:game", 1), ("", 0)])

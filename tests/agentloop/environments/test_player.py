@@ -29,19 +29,19 @@ from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.record import RecordReader
 from agentloop.observe.stalls import Stalls
 from agentloop.rollouts.player import EnvironmentPlayer
-from agentloop.rollouts.record import NoReward
+from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Message, StopReason, ToolCallStatus, Trajectory, TurnEnd
-from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, saying
 from tests.agentloop.rollouts.test_player import TASK, Model, run
-from tests.rollouts import records_of
+from tests.rollouts import records_of, reward_in
 from tests.support import chat_format
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # the first test imports for seconds
+pytestmark = pytest.mark.timeout(60)  # the first test imports for seconds
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +56,7 @@ def calls(*requests: tuple[str, str, str], text: str = "") -> Answer:
         {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
         for key, name, arguments in requests
     ]
-    return said(text, "tool_calls", tool_calls=made)
+    return saying(text, "tool_calls", tool_calls=made)
 
 
 def endpoint(fake: FakeEndpoint, **options: Any) -> Endpoint:
@@ -82,24 +82,30 @@ def played_by(player: Any, **options: Any) -> tuple[Environment, list[Trajectory
     return against, result
 
 
+async def play_endpoint(
+    *script: Answer, host: Model | None = None, options: Any = None, **conversation: Any
+) -> tuple[RolloutRecord, Trajectory, FakeEndpoint]:
+    """Return a record whose opponent is an endpoint, and the endpoint's conversation."""
+    async with FakeEndpoint(deque(script)).serving() as fake:
+        against, result = played_by(endpoint(fake, options=options or {}), **conversation)
+        (episode,) = await run(against, host, size=1)
+    return episode, result[0], fake
+
+
 # --- conversations --------------------------------------------------------------------------------
 
 
 async def test_endpoint_plays_an_agent_with_tools() -> None:
     first = calls(("c1", "double", '{"number": 21}'), text="<think>Hm.</think>Let me see.")
-    async with FakeEndpoint(deque([first, said("It is 42.")])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[double], system="Be brief.")
-        (episode,) = await run(against, size=1)
-    (trajectory,) = result
+    episode, trajectory, fake = await play_endpoint(
+        first, saying("It is 42."), tools=[double], system="Be brief."
+    )
     assert trajectory.answer == "It is 42."
     assert [single.content for single in trajectory.results] == ["42"]
     assert trajectory.turns[0].text == "<think>Hm.</think>Let me see."
     assert (trajectory.ids, trajectory.num_sampled_tokens) == ([], 0)
     requests, again = fake.requests
-    prompt = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "And yours?"},
-    ]
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And yours?"}]
     assert requests["messages"] == prompt
     assert [tool["function"]["name"] for tool in requests["tools"]] == ["double"]
     assert requests["model"] == "m"
@@ -154,23 +160,19 @@ async def test_endpoint_converses_message_by_message() -> None:
         assert talk.trajectory is not None
         return float(talk.trajectory.stop_reason is StopReason.TURN_BUDGET)
 
-    script = deque(said(str(number)) for number in range(3))
+    script = deque(saying(str(number)) for number in range(3))
     async with FakeEndpoint(script).serving() as fake:
         player = EnvironmentPlayer(game, Model(), sampling=Sampling())
         (episode,) = await records_of(player, TASK, budget=Budget(max_turns=3))
     assert answers == ["0", "1", "2", ""]
     last = [single["content"] for single in fake.requests[-1]["messages"]]
     assert last == ["Play.", "question 0", "0", "question 1", "1", "question 2"]
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_mistakes_in_calls_are_the_players_own() -> None:
     mistakes = calls(("a", "double", "{"), ("b", "halve", "{}"), ("c", "double", '{"number": "x"}'))
-    async with FakeEndpoint(deque([mistakes, said("I see.")])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[double])
-        (episode,) = await run(against, size=1)
-    (trajectory,) = result
+    episode, trajectory, fake = await play_endpoint(mistakes, saying("I see."), tools=[double])
     assert [single.status for single in trajectory.results] == [
         ToolCallStatus.MALFORMED,
         ToolCallStatus.UNKNOWN_TOOL,
@@ -179,8 +181,7 @@ async def test_mistakes_in_calls_are_the_players_own() -> None:
     reported = [single["content"] for single in fake.requests[1]["messages"][-3:]]
     assert reported == [single.content for single in trajectory.results]
     assert reported[0].startswith("[malformed tool call]")
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_calls_of_a_message_run_concurrently_in_order() -> None:
@@ -197,19 +198,15 @@ async def test_calls_of_a_message_run_concurrently_in_order() -> None:
         return "2"
 
     pair = calls(("same", "first", ""), ("same", "second", "{}"))
-    async with FakeEndpoint(deque([pair])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[first, second])
-        await run(against, size=1)
-    assert [single.content for single in result[0].results] == ["1", "2"]
+    _, trajectory, _ = await play_endpoint(pair, tools=[first, second])
+    assert [result.content for result in trajectory.results] == ["1", "2"]
 
 
 async def test_tools_that_the_caller_runs_end_a_conversation() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "move", "parameters": {}}})
-    async with FakeEndpoint(deque([calls(("c", "move", "{}"))])).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=[tool])
-        await run(against, size=1)
-    assert result[0].stop_reason is StopReason.CALLER_TOOLS
-    assert [single.name for single in result[0].calls] == ["move"]
+    _, trajectory, _ = await play_endpoint(calls(("c", "move", "{}")), tools=[tool])
+    assert trajectory.stop_reason is StopReason.CALLER_TOOLS
+    assert [call.name for call in trajectory.calls] == ["move"]
 
 
 async def test_named_tools_are_those_of_the_run() -> None:
@@ -217,11 +214,9 @@ async def test_named_tools_are_those_of_the_run() -> None:
         def resolve_tools(self, tools: Sequence[Any]) -> list[Tool]:
             return [as_tool({"twice": double}[tool]) for tool in tools]
 
-    script = deque([calls(("c", "double", '{"number": 4}'))])
-    async with FakeEndpoint(script).serving() as fake:
-        against, result = played_by(endpoint(fake), tools=["twice"])
-        await run(against, WithTools(), size=1)
-    assert result[0].results[0].content == "8"
+    call = calls(("c", "double", '{"number": 4}'))
+    _, trajectory, _ = await play_endpoint(call, host=WithTools(), tools=["twice"])
+    assert trajectory.results[0].content == "8"
 
 
 async def test_environments_calls_are_sent_as_json_text() -> None:
@@ -276,12 +271,11 @@ async def test_player_must_be_one() -> None:
 async def test_limit_of_tokens_is_that_of_a_message(
     options: dict[str, Any], limit: int | None, sent: dict[str, int]
 ) -> None:
-    async with FakeEndpoint(deque([said("It is", "length")])).serving() as fake:
-        against, result = played_by(endpoint(fake, options=options), max_tokens=limit)
-        await run(against, size=1)
+    cut = saying("It is", "length")
+    _, trajectory, fake = await play_endpoint(cut, options=options, max_tokens=limit)
     assert {name: fake.requests[0][name] for name in fake.requests[0] if "tokens" in name} == sent
-    assert result[0].stop_reason is StopReason.TOKEN_BUDGET
-    assert (result[0].answer, result[0].turns[0].end) == ("It is", TurnEnd.LENGTH)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert (trajectory.answer, trajectory.turns[0].end) == ("It is", TurnEnd.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -296,11 +290,8 @@ async def test_what_cuts_off_a_message_ends_the_conversation(
 ) -> None:
     message = {"role": "assistant", "content": "It is"}
     choice = {"message": message, "finish_reason": finish, **more}
-    async with FakeEndpoint(deque([Answer(body={"choices": [choice]})])).serving() as fake:
-        against, result = played_by(endpoint(fake))
-        await run(against, size=1)
-    assert result[0].stop_reason is stop_reason
-    assert result[0].answer == "It is"
+    _, trajectory, _ = await play_endpoint(Answer(body={"choices": [choice]}))
+    assert (trajectory.stop_reason, trajectory.answer) == (stop_reason, "It is")
 
 
 async def test_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:
@@ -327,9 +318,8 @@ async def test_endpoint_that_fails_gives_no_reward(hides: bool) -> None:
 
     async with FakeEndpoint(deque([Answer(503)] * 2)).serving() as fake:
         for episode in await run(against):  # no RequestError: the task is not refused
-            assert episode.reward is not None
-            assert episode.reward.value is None
-            assert episode.reward.reason.startswith(f"infrastructure: {fake.url}: 503")
+            assert reward_in(episode).value is None
+            assert reward_in(episode).reason.startswith(f"infrastructure: {fake.url}: 503")
             (failed,) = episode.others["opponent"].trajectories
             assert failed.stop_reason is StopReason.INFRASTRUCTURE
             assert failed.turns[0].end is TurnEnd.ABORT
@@ -339,8 +329,7 @@ async def test_endpoint_that_is_late_is_the_infrastructures_fault() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         against, _ = played_by(endpoint(fake))
         (episode,) = await run(against, size=1, timeout_s=0.3)
-    assert episode.reward is not None
-    assert episode.reward.reason.startswith("infrastructure: it ran out of time")
+    assert reward_in(episode).reason.startswith("infrastructure: it ran out of time")
     assert fake.num_in_flight == 0
 
 
@@ -352,8 +341,7 @@ async def test_tool_that_the_infrastructure_fails_gives_no_reward() -> None:
     async with FakeEndpoint(deque([calls(("c", "ask", "{}"))])).serving() as fake:
         against, _ = played_by(endpoint(fake), tools=[ask])
         (episode,) = await run(against, size=1)
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: ask: gone"
+    assert reward_in(episode).reason == "infrastructure: ask: gone"
 
 
 async def test_script_that_raises_is_the_environments_fault() -> None:
@@ -380,8 +368,7 @@ async def test_conversation_that_its_environment_stops_is_recorded() -> None:
         (episode,) = await run(race, size=1)
     (stopped,) = episode.others["opponent"].trajectories
     assert stopped.stop_reason is StopReason.ENVIRONMENT
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -406,7 +393,7 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
         return float(agent.id.endswith(".1"))
 
     events: list[Event] = []
-    answers = [calls(("c", "double", '{"number": 4}'), text="So"), said("8."), said("Yes.")]
+    answers = [calls(("c", "double", '{"number": 4}'), text="So"), saying("8."), saying("Yes.")]
     (path / "tasks.jsonl").write_text('{"problem": "Play.", "answer": "-"}\n')
     (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[path / "tasks.jsonl"]))
     async with FakeEndpoint(deque(answers * 2)).serving() as fake:

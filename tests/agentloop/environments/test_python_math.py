@@ -32,14 +32,15 @@ from agentloop.rollouts.player import environment_player
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
-from agentloop.sandbox import CallResult, CallStatus, Pool
+from agentloop.sandbox import CallResult, CallStatus
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.trajectory import StopReason, TurnEnd
+from tests.fakes import FakePool
 from tests.support import END, call_text, chat_format, chunks, written
 
 # transformers is slow to import, and parses the schemas of tools.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[3]
 CHAT = chat_format()
@@ -129,11 +130,9 @@ class Engine:
         pass
 
 
-class Programs:
-    """A sandbox in which every program prints 42."""
-
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
-        return CallResult(0, CallStatus.OK, stdout=f"42\n{timeout_s:g}\n")
+def programs() -> Any:
+    """Return a sandbox in which every program prints 42, and its time limit."""
+    return FakePool(lambda *call: CallResult(0, CallStatus.OK, stdout=f"42\n{call[-1]:g}\n"))
 
 
 class PlayedRuntime(Runtime):
@@ -142,7 +141,7 @@ class PlayedRuntime(Runtime):
     def __init__(self, settings: Settings, engine: Engine) -> None:
         super().__init__(settings)
         model = _Model("fake", CHAT, cast(Router, engine), [], cast(Any, None))
-        self._parts_or_none = _Parts(model, cast(Pool, Programs()))
+        self._parts_or_none = _Parts(model, programs())
 
 
 async def rolled_out(
@@ -219,10 +218,7 @@ def test_copy_of_its_file_is_an_environment(
 )
 @settings(deadline=None, max_examples=25)
 def test_environment_is_the_built_in_agent_with_the_papers_prompt(
-    recipes: tuple[TrainSettings, TrainSettings],
-    kinds: list[str],
-    max_turns: int,
-    max_tokens: int,
+    recipes: tuple[TrainSettings, TrainSettings], kinds: list[str], max_turns: int, max_tokens: int
 ) -> None:
     budget = Budget(max_turns=max_turns, max_response_tokens=max_tokens)
     kinds = ["right", *kinds]  # a group that is lost as a whole would be rolled out again
@@ -262,9 +258,7 @@ async def test_each_kind_of_end_has_its_reward_and_its_reason(
     assert "jupyter_code" not in prompt
 
 
-def test_recipe_holds_out_the_same_problems(
-    recipes: tuple[TrainSettings, TrainSettings],
-) -> None:
+def test_recipe_holds_out_the_same_problems(recipes: tuple[TrainSettings, TrainSettings]) -> None:
     sources = [open_tasks(recipe.tasks, load(recipe.env)) for recipe in recipes]
     ids = [[task.id for task in source.held_out()] for source in sources]
     assert ids[0] == ids[1]
@@ -274,7 +268,7 @@ def test_recipe_holds_out_the_same_problems(
 class Asked:
     """Records what the model is asked, and answers 42."""
 
-    pool: Any = Programs()
+    pool: Any = programs()
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -290,7 +284,7 @@ async def test_prompt_and_tools_are_arguments() -> None:
         {"system": "", "template": "Q: {problem}", "tools": ["jupyter_code"]}
     )
     task = {"prompt": "6 x 7?", "answer": "42"}
-    played = await agentloop.play(changed, task, requests, pool=cast(Pool, Programs()))
+    played = await agentloop.play(changed, task, requests, pool=programs())
     assert requests.messages == [{"role": "user", "content": "Q: 6 x 7?"}]
     assert [first["function"]["name"] for first in played.dialogues[0]["tools"]] == ["jupyter_code"]
     assert (played.reward.value, played.reward.answer) == (1.0, "42")
@@ -300,7 +294,7 @@ async def test_problem_that_is_a_conversation_is_asked_as_it_stands() -> None:
     requests = Asked()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 7?"}]
     task = Task("t", messages, "42")
-    played = await agentloop.play(python_math, task, requests, pool=cast(Pool, Programs()))
+    played = await agentloop.play(python_math, task, requests, pool=programs())
     assert requests.messages == messages
     assert played.reward.value == 1.0
 
@@ -312,7 +306,7 @@ async def test_script_may_call_its_tool() -> None:
         return f"<answer>\\boxed{{{messages[-1]['content'].split()[0]}}}</answer>"
 
     task = {"prompt": "6 x 7?", "answer": "42"}
-    played = await agentloop.play(python_math, task, script, pool=cast(Pool, Programs()))
+    played = await agentloop.play(python_math, task, script, pool=programs())
     assert played.reward.value == 1.0
     with pytest.raises(agentloop.RequestError, match=r"pass play\(pool=\) for it"):
         await agentloop.play(python_math, task, script)

@@ -46,18 +46,11 @@ from tests.agentloop.serving.test_app import CHAT, PlayedRouter, PlayedRuntime
 from tests.patience import patient
 from tests.support import Fault, eventually
 
-pytestmark = pytest.mark.anyio
-
 NUM_GROUPS, SIZE = 6, 4
 REASONS = (
-    "infrastructure: ",
-    "the environment ",
-    "stopped: ",
-    "its agent did not run",
-    "nothing was sampled",
-    "timed out in the queue",
-    "a reason of its own",
-)
+    "infrastructure: ", "the environment ", "stopped: ", "its agent did not run",
+    "nothing was sampled", "timed out in the queue", "a reason of its own",
+)  # fmt: skip
 Act = Callable[[Agent, Random], Awaitable[object]]
 ACTS: dict[str, Act] = {}
 

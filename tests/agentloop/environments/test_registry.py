@@ -37,12 +37,7 @@ def install(folder: Path, package: str, **environments: str) -> None:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of installed packages, one of which registers two environments."""
     (tmp_path / "registered_here.py").write_text(SOURCE)
-    install(
-        tmp_path,
-        "first",
-        my_game="registered_here:play",
-        my_gate="registered_here:Box.inner",
-    )
+    install(tmp_path, "first", my_game="registered_here:play", my_gate="registered_here:Box.inner")
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

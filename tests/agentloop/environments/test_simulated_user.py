@@ -10,8 +10,6 @@ from agentloop.environments.simulated_user import SimulatedUser
 from agentloop.errors import InfrastructureFailed
 from agentloop.trajectory import Message
 
-pytestmark = pytest.mark.anyio
-
 
 class Script:
     """A model that says these lines; remembers what it was asked."""

@@ -82,11 +82,11 @@ def test_tasks_with_ids_are_held_out_by_them() -> None:
 
 
 @pytest.mark.parametrize("training", [ROWS, lambda rng: {"answer": rng.random()}])
-@pytest.mark.parametrize("other", [ROWS[:2], lambda rng: {"answer": rng.random()}])
-def test_held_out_tasks_are_evaluated_and_not_trained_on(training: Any, other: Any) -> None:
-    source = opened(training, other)
+@pytest.mark.parametrize("second", [ROWS[:2], lambda rng: {"answer": rng.random()}])
+def test_held_out_tasks_are_evaluated_and_not_trained_on(training: Any, second: Any) -> None:
+    source = opened(training, second)
     held_out = source.held_out()
-    assert len(held_out) == (2 if isinstance(other, list) else 256)
+    assert len(held_out) == (2 if isinstance(second, list) else 256)
     assert source.find(held_out[1].id) == held_out[1]
     trained = list(islice(source, 20))
     assert not {task.id for task in trained} & {task.id for task in held_out}
@@ -94,12 +94,12 @@ def test_held_out_tasks_are_evaluated_and_not_trained_on(training: Any, other: A
     assert source.find(trained[3].id) == trained[3]
     cursor = source.cursor()
     remainder = list(islice(source, 9))
-    again = opened(training, other)
+    again = opened(training, second)
     again.go_to(cursor)
     assert list(islice(again, 9)) == remainder
     with pytest.raises(DataError, match="they are not those that the run began with"):
         opened(training, ROWS[4:5]).go_to(cursor)
-    assert len(opened(training, other, held_out=1).held_out()) == 1
+    assert len(opened(training, second, held_out=1).held_out()) == 1
 
 
 def test_tasks_that_are_all_held_out_leave_none() -> None:
@@ -123,10 +123,7 @@ def broken() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (
-            broken,
-            r"the tasks of nothing: after number 1: .*test_task_sets.py:\d+: OSError: no",
-        ),
+        (broken, r"the tasks of nothing: after number 1: .*test_task_sets.py:\d+: OSError: no"),
         (lambda: 3, r"the tasks of nothing: after number 0: .*: TypeError: 'int' object"),
         (["Question?"], "number 1: expected the fields of a task, a dict, not 'Question"),
         (lambda: {"answer": 1}, "number 1: expected the fields of a task, a dict, not 'answer'"),
@@ -157,7 +154,6 @@ async def sharing(task: Any, agent: agentloop.Agent, *, shared: list[int], top: 
     return float(sum(shared))
 
 
-@pytest.mark.anyio
 async def test_setup_is_entered_once_for_all_rollouts() -> None:
     log.clear()
     environment = load(EnvSettings(name=f"{HERE}:sharing", args={"top": 4}))
@@ -170,14 +166,12 @@ async def test_setup_is_entered_once_for_all_rollouts() -> None:
     assert log == ["open", "rollout", "rollout", "closed"]
 
 
-@pytest.mark.anyio
 async def test_script_plays_with_what_rollouts_share() -> None:
     log.clear()
     played = await agentloop.play(sharing, {}, lambda messages: "Done.")
     assert (played.reward.value, log) == (3.0, ["open", "rollout", "closed"])
 
 
-@pytest.mark.anyio
 async def test_setup_that_fails_is_named() -> None:
     @asynccontextmanager
     async def fails() -> AsyncIterator[int]:

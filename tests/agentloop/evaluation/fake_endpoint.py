@@ -12,6 +12,8 @@ from typing import Any
 import anyio
 from aiohttp import web
 
+from tests.support import serving
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -22,7 +24,7 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def said(content: str | None, finish: str = "stop", **more: Any) -> Answer:
+def saying(content: str | None, finish: str = "stop", **more: Any) -> Answer:
     message = {"role": "assistant", "content": content, **more}
     choice = {"index": 0, "message": message, "finish_reason": finish}
     return Answer(body={"choices": [choice], "usage": {"completion_tokens": 7}})
@@ -46,17 +48,9 @@ class FakeEndpoint:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        async with serving(app) as url:
+            self.url = url + "/v1"
             yield self
-        finally:
-            with anyio.move_on_after(5, shield=True):
-                await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in self.models]})
@@ -64,7 +58,7 @@ class FakeEndpoint:
     async def _complete(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         self.keys.append(request.headers.get("Authorization"))
-        answer = self.script.popleft() if self.script else said("It is \\boxed{1}.")
+        answer = self.script.popleft() if self.script else saying("It is \\boxed{1}.")
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:

@@ -30,7 +30,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.metrics import RolloutFigures
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import StopReason, TurnEnd
-from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, saying
 from tests.rollouts import records_of
 from tests.support import eventually
 
@@ -59,7 +59,6 @@ async def sampled(
         return await records_of(endpoint, task, name="1-one", size=size, budget=budget)
 
 
-@pytest.mark.anyio
 async def test_requests_have_the_sampling_settings_of_the_agent_loop() -> None:
     async with FakeEndpoint().serving() as fake:
         sampling = Sampling(temperature=0.6, top_p=0.9, seed=3)
@@ -78,7 +77,6 @@ async def test_requests_have_the_sampling_settings_of_the_agent_loop() -> None:
     assert fake.keys == ["Bearer secret"] * 3
 
 
-@pytest.mark.anyio
 async def test_samples_have_distinct_reproducible_seeds() -> None:
     seeds = []
     for _ in range(2):
@@ -89,7 +87,6 @@ async def test_samples_have_distinct_reproducible_seeds() -> None:
     assert len(set(seeds[0])) == 4
 
 
-@pytest.mark.anyio
 async def test_only_changed_values_and_the_configured_limit_are_sent() -> None:
     async with FakeEndpoint().serving() as fake:
         await sampled(fake, token_limit="max_completion_tokens")
@@ -97,7 +94,6 @@ async def test_only_changed_values_and_the_configured_limit_are_sent() -> None:
     assert request.keys() == {"model", "messages", "temperature", "max_completion_tokens"}
 
 
-@pytest.mark.anyio
 async def test_conversation_is_sent_unchanged() -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1?"}]
     async with FakeEndpoint().serving() as fake:
@@ -105,9 +101,8 @@ async def test_conversation_is_sent_unchanged() -> None:
     assert fake.requests[0]["messages"] == messages
 
 
-@pytest.mark.anyio
 async def test_answer_becomes_a_trajectory() -> None:
-    async with FakeEndpoint(deque([said("\\boxed{1}")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("\\boxed{1}")])).serving() as fake:
         ((sample),) = await sampled(fake)
     assert sample.trajectories[0].text == "\\boxed{1}"
     assert sample.trajectories[0].stop_reason is StopReason.ANSWERED
@@ -115,7 +110,6 @@ async def test_answer_becomes_a_trajectory() -> None:
     assert sample.trajectories[0].id == "1-one.0"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "first",
     [
@@ -136,7 +130,6 @@ async def test_transient_errors_are_retried(first: Answer) -> None:
     assert sample.trajectories[0].stop_reason is StopReason.ANSWERED
 
 
-@pytest.mark.anyio
 async def test_request_without_an_answer_is_an_infrastructure_failure() -> None:
     answer = Answer(503, {"error": {"message": "no server is healthy"}})
     async with FakeEndpoint(deque([answer] * 3)).serving() as fake:
@@ -147,7 +140,6 @@ async def test_request_without_an_answer_is_an_infrastructure_failure() -> None:
     assert sample.trajectories[0].turns == []
 
 
-@pytest.mark.anyio
 async def test_slow_answer_is_an_infrastructure_failure() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         (sample,) = await sampled(fake, max_tries=1, timeout_s=0.05)
@@ -155,7 +147,6 @@ async def test_slow_answer_is_an_infrastructure_failure() -> None:
     assert "no answer within 0.05 s (endpoint.timeout_s)" in (sample.trajectories[0].error or "")
 
 
-@pytest.mark.anyio
 async def test_unreachable_endpoint_is_named() -> None:
     async with FakeEndpoint().serving() as fake:
         pass
@@ -165,7 +156,6 @@ async def test_unreachable_endpoint_is_named() -> None:
         await sampled(fake, model="")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("status", "error", "said_of_it"),
     [
@@ -187,7 +177,6 @@ async def test_permanent_errors_are_not_retried(
     assert len(fake.requests) == 1
 
 
-@pytest.mark.anyio
 async def test_url_without_its_version_is_explained() -> None:
     async with FakeEndpoint().serving() as fake:
         url = fake.url.removesuffix("/v1")
@@ -195,7 +184,6 @@ async def test_url_without_its_version_is_explained() -> None:
             await sampled(fake, url=url)
 
 
-@pytest.mark.anyio
 async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
     async with FakeEndpoint().serving() as fake:
         with pytest.raises(RequestError, match="messages: they cannot be encoded"):
@@ -203,7 +191,6 @@ async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
     assert fake.requests == []
 
 
-@pytest.mark.anyio
 async def test_number_of_requests_in_flight_is_bounded() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
@@ -221,7 +208,6 @@ async def test_number_of_requests_in_flight_is_bounded() -> None:
     assert len(fake.requests) == 8
 
 
-@pytest.mark.anyio
 async def test_only_model_need_not_be_named() -> None:
     async with FakeEndpoint(models=["sole"]).serving() as fake:
         await sampled(fake, model="")
@@ -257,9 +243,8 @@ def test_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopReaso
     assert completion.num_tokens is None
 
 
-@pytest.mark.anyio
 async def test_unknown_end_is_no_answer() -> None:
-    async with FakeEndpoint(deque([said("It is", "abort")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("It is", "abort")])).serving() as fake:
         (sample,) = await sampled(fake)
     assert sample.no_reward is NoReward.INFRASTRUCTURE
     (trajectory,) = sample.trajectories
@@ -267,9 +252,8 @@ async def test_unknown_end_is_no_answer() -> None:
     assert trajectory.turns[0].end is TurnEnd.ABORT
 
 
-@pytest.mark.anyio
 async def test_filtered_answer_is_scored_and_marked() -> None:
-    async with FakeEndpoint(deque([said("It", "content_filter")])).serving() as fake:
+    async with FakeEndpoint(deque([saying("It", "content_filter")])).serving() as fake:
         (sample,) = await sampled(fake)
     assert sample.may_count
     assert sample.trajectories[0].turns[0].end is TurnEnd.FILTER
@@ -285,7 +269,6 @@ def test_token_count_that_cannot_be_is_unknown(count: int | None) -> None:
     assert (completion.num_prompt_tokens, completion.num_tokens) == (None, None)
 
 
-@pytest.mark.anyio
 async def test_uncounted_tokens_are_unknown_in_figures() -> None:
     choice = {"message": {"content": "x"}, "finish_reason": "stop"}
     async with FakeEndpoint(deque([Answer(body={"choices": [choice]})])).serving() as fake:

@@ -62,9 +62,7 @@ def test_impossible_counts_are_rejected(samples: int, right: int, k: int) -> Non
 
 @ANY_TIME
 @given(TASKS)
-def test_avg_at_k_weighs_tasks_equally(
-    rewards: list[list[float]],
-) -> None:
+def test_avg_at_k_weighs_tasks_equally(rewards: list[list[float]]) -> None:
     estimate = avg_at_k(rewards)
     assert estimate is not None
     assert estimate.value == pytest.approx(

@@ -27,8 +27,6 @@ from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.rollouts import Finished, record_of
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 TASKS = [Task(f"task-{number}", f"What is {number}?", str(number)) for number in range(4)]
 
 
@@ -36,12 +34,7 @@ class Player:
     """Answers `right` of each task's samples correctly; fails, refuses and hangs on request."""
 
     def __init__(
-        self,
-        *,
-        right: int = 1,
-        broken: int = 0,
-        mends: bool = False,
-        refuses: Sequence[str] = (),
+        self, *, right: int = 1, broken: int = 0, mends: bool = False, refuses: Sequence[str] = ()
     ) -> None:
         self.right = right
         self.broken = broken  # samples of each group that is asked
@@ -161,9 +154,7 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
     assert rows(tmp_path / "run", 1)[0]["no_reward"] == "infrastructure"
 
 
-async def test_good_samples_are_kept_if_the_environment_keeps_failing(
-    tmp_path: Path,
-) -> None:
+async def test_good_samples_are_kept_if_the_environment_keeps_failing(tmp_path: Path) -> None:
     class FailsAgain(Player):
         @asynccontextmanager
         async def group(self, request: GroupRequest) -> AsyncIterator[list[Finished]]:
@@ -261,9 +252,7 @@ async def test_damaged_file_is_named(tmp_path: Path) -> None:
         await run(path, Player())
 
 
-async def test_task_that_cannot_be_sampled_does_not_stop_the_others(
-    tmp_path: Path,
-) -> None:
+async def test_task_that_cannot_be_sampled_does_not_stop_the_others(tmp_path: Path) -> None:
     outcomes = await run(tmp_path / "run", Player(refuses=["task-2"]))
     (refused,) = [outcome for outcome in outcomes if outcome.refused]
     assert (refused.task.id, refused.refused, refused.rollouts) == (

@@ -41,8 +41,7 @@ def test_proxy_of_scheme(
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["localhost", "127.9.9.9", "0.0.0.0", "[::1]", "my.localhost", "[::ffff:127.0.0.1]"],
+    "host", ["localhost", "127.9.9.9", "0.0.0.0", "[::1]", "my.localhost", "[::ffff:127.0.0.1]"]
 )
 def test_no_proxy_towards_loopback(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", "socks5://elsewhere:1")
@@ -114,7 +113,6 @@ def test_socks_proxy_needs_a_package(scheme: str, monkeypatch: pytest.MonkeyPatc
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.anyio
 async def test_client_of_an_endpoint_asks_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "localhost,[::1],fe80::/10")
     monkeypatch.setenv("ALL_PROXY", "socks4://proxy:1")

@@ -16,8 +16,6 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from tests.support import FakeSGLang, eventually
 
-pytestmark = pytest.mark.anyio
-
 
 class Watched:
     """A registry with its ledger and the calls that it makes."""

@@ -79,14 +79,10 @@ STEP_ROW: dict[str, Any] = {
     "learner/skipped": 0,
 }
 HELD_OUT_ROW: dict[str, Any] = {
-    "step": 1,
-    "held_out/reward": 0.75,
-    "held_out/pass_at_k": 0.75,
-    "held_out/tool_errors_in_correct": 0.1,
-    "held_out/truncated": 0.0,
-    "held_out/length_mean": 9.0,
+    "step": 1, "held_out/reward": 0.75, "held_out/pass_at_k": 0.75,
+    "held_out/tool_errors_in_correct": 0.1, "held_out/truncated": 0.0, "held_out/length_mean": 9.0,
     "held_out/turns_mean": 2.5,
-}
+}  # fmt: skip
 
 
 def trajectory(key: str = "1-task.0", *, infrastructure: bool = False) -> Trajectory:

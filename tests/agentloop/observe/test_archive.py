@@ -31,8 +31,6 @@ from agentloop.trajectory import (
 from tests.patience import patient
 from tests.support import END, chat_format, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 
 
@@ -162,10 +160,10 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
 
 
 async def test_other_run_is_read_by_the_same_task(run: RunFolder) -> None:
-    other = RunFolder(run.path.with_name("two"), "")
-    other.add_metrics({"step": 1, "reward": 0.5})
-    add(other, 7, [{**rollout("7-a/b.0"), "parts": {"found": 0.5}}])
-    add(other, 8, [{**rollout("8-c.0"), "task": "c"}])
+    second = RunFolder(run.path.with_name("two"), "")
+    second.add_metrics({"step": 1, "reward": 0.5})
+    add(second, 7, [{**rollout("7-a/b.0"), "parts": {"found": 0.5}}])
+    add(second, 8, [{**rollout("8-c.0"), "task": "c"}])
     shown = Archive(run.path, {}, CHAT, open_run=lambda folder: Archive(folder, {}, CHAT))
     group = await shown.group("two//1-a/b")
     assert group["id"] == "two//7-a/b"
@@ -371,10 +369,7 @@ def test_commands_that_made_a_run_have_their_ends(run: RunFolder) -> None:
     (run.path / "config.toml").write_text('redis = "redis://:sesame@db"\n')
     assert origin_of(run.path) == {
         "settings": 'redis = "redis://...@db"',
-        "commands": [
-            {"command": "a"},
-            {"command": "b", "ended_unix_s": 3.0},
-        ],
+        "commands": [{"command": "a"}, {"command": "b", "ended_unix_s": 3.0}],
     }
 
 

@@ -16,8 +16,6 @@ from agentloop.trajectory import Trajectory
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 
 class Played:
     """A fake rollout whose start and end are controlled by the test."""

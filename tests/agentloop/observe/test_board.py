@@ -40,6 +40,7 @@ from agentloop.observe import board as board_module
 from agentloop.observe.board import Board
 from agentloop.observe.bottleneck import ServedOn
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
+from tests.fakes import Clock
 
 WEB = Path(board_module.__file__).with_name("web")
 
@@ -49,16 +50,8 @@ DECISION = Decision(None, "fake", "the only one", ())
 MAX_LANES = 64
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_790_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def board(**bounds: Any) -> tuple[Board, Clock]:
-    clock = Clock()
+    clock = Clock(1_790_000_000.0)
     return Board(clock=clock, **bounds), clock
 
 
@@ -149,11 +142,11 @@ def play_script(
                 assert len(taken.get("rollouts", ())) <= number
                 reader.apply(taken)
         elif kind == "later":
-            clock.now += number
+            clock.now_s += number
             board.tick()
         else:
             board.on_event(event_of(kind, key, number))
-            clock.now += 0.001
+            clock.now_s += 0.001
 
 
 @settings(max_examples=60, deadline=None)
@@ -305,7 +298,7 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
     key = "1-a.0"
 
     def after(seconds: float, *kinds: str, number: int = 1) -> None:
-        clock.now += seconds
+        clock.now_s += seconds
         for kind in kinds:
             made.on_event(event_of(kind, key, number))
 
@@ -328,7 +321,7 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
 def test_time_of_rollouts_is_split_by_what_they_do() -> None:
     made, clock = board()
     trajectory = record("1-a.0")
-    trajectory.created_unix_s = clock.now
+    trajectory.created_unix_s = clock.now_s
     trajectory.turns[0].results = [ToolResult("c", "python", ToolCallStatus.OK, "", 3.0, 8.0, 9.0)]
     script: list[tuple[float, Event]] = [
         (0.0, RolloutStarted(trajectory, "1-a")),
@@ -342,7 +335,7 @@ def test_time_of_rollouts_is_split_by_what_they_do() -> None:
         (4.0, Measured({"step": 1, "learn_s": 3.0, "sync_s": 1.0})),
     ]
     for seconds, event in script:
-        clock.now += seconds
+        clock.now_s += seconds
         made.on_event(event)
     spent = made.spent().by_part()
     assert {str(part): round(seconds, 3) for part, seconds in spent.items()} == {
@@ -359,9 +352,9 @@ def test_branch_waits_for_its_client_between_requests() -> None:
     key = "1-a.0"
     for kind in ("start", "turn", "placed", "tokens", "sampled", "turned"):
         made.on_event(event_of(kind, key, 1))
-    clock.now += 1
+    clock.now_s += 1
     made.on_event(ClientAwaited(key))
-    clock.now += 60
+    clock.now_s += 60
     for kind in ("turn", "placed", "tokens", "sampled", "turned"):
         made.on_event(event_of(kind, key, 1))
     made.on_event(ClientAwaited(key))
@@ -385,7 +378,7 @@ def test_endpoint_samples_at_once_and_counts_its_tokens() -> None:
     made, clock = board()
     made.on_event(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
     made.on_event(TurnStarted("1-a.0", 0))
-    clock.now += 5.0
+    clock.now_s += 5.0
     assert re.match("Rollouts mostly decode: .* endpoint", made.spent().sentence(ServedOn.ENDPOINT))
     made.on_event(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
     assert (made.rows["1-a.0"].turn, made.rows["1-a.0"].tokens) == (1, 59)
@@ -466,15 +459,15 @@ def test_page_reads_every_field_of_a_row_by_its_name() -> None:
 def test_rates_cover_the_last_seconds() -> None:
     made, clock = board()
     play_script([("start", "1-a.0", 1), ("turn", "1-a.0", 0)], made, clock)
-    clock.now = made.t0
+    clock.now_s = made.t0
     assert made.now()["tokens_per_s"] == 0
     for _ in range(40):
-        clock.now += 0.5
+        clock.now_s += 0.5
         made.on_event(TokensSampled("1-a.0", 0, [1] * 50, ""))
         made.tick()
     assert made.now()["tokens_per_s"] == pytest.approx(100, rel=0.05)
     for _ in range(20):
-        clock.now += 0.5
+        clock.now_s += 0.5
         made.tick()
     assert made.now()["tokens_per_s"] == 0
 
@@ -482,7 +475,7 @@ def test_rates_cover_the_last_seconds() -> None:
 def test_clock_that_goes_backwards_gives_no_rate() -> None:
     made, clock = board()
     play_script([("start", "1-a.0", 1), ("tokens", "1-a.0", 9)], made, clock)
-    clock.now -= 3600
+    clock.now_s -= 3600
     made.tick()
     assert made.now()["tokens_per_s"] == 0
 

@@ -6,15 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from agentloop.events import Emit, Event, RolloutAbandoned, RolloutStarted
 from agentloop.observe.dashboard import Dashboard
 from agentloop.observe.live import Sources
 from agentloop.trajectory import Trajectory
-
-pytestmark = pytest.mark.anyio
 
 
 class PlayedExporter:

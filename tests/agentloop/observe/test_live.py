@@ -42,8 +42,6 @@ from tests.agentloop.observe.test_record import apply_delta
 from tests.patience import patient
 from tests.support import END, chat_format, eventually, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 ABOUT = {"kind": "serve", "title": "small"}
 Frames = AsyncGenerator[tuple[str, bytes]]
@@ -317,9 +315,7 @@ async def test_slow_reader_gets_the_number_of_missed_frames_and_everything() -> 
     ),
     st.integers(0, 3),
 )
-async def test_reader_of_any_speed_ends_with_the_whole_state(
-    script: list[str], max_ended: int
-) -> None:
+async def test_reader_of_any_speed_ends_with_whole_state(script: list[str], max_ended: int) -> None:
     at = live(max_ended=max_ended, max_groups=2)
     reader, last, num = Reader(), None, 0
     frames = at.frames()

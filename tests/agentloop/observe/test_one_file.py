@@ -19,13 +19,9 @@ from agentloop.observe.one_file import one_file
 
 WEB = Path(module.__file__).with_name("web")
 HOSTILE = [
-    "</script><script>alert(1)</script>",
-    "</SCRIPT >",
-    "<!--<script>",
-    "]]></body></html>",
-    "\u2028\u2029\x00\x7f",
-    "\ud800",
-]
+    "</script><script>alert(1)</script>", "</SCRIPT >", "<!--<script>", "]]></body></html>",
+    "\u2028\u2029\x00\x7f", "\ud800",
+]  # fmt: skip
 
 
 class Page(HTMLParser):

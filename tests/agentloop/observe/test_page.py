@@ -29,8 +29,6 @@ from agentloop.serving.listen import bind, serving
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 WEB = Path(page_module.__file__).with_name("web")
 TOKEN = "open sesame"
 
@@ -274,8 +272,7 @@ async def test_data_is_returned_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/api/rollouts/gone", "/api/rollouts/gone/stream", "/api/groups/gone", "/api/curves"],
+    "path", ["/api/rollouts/gone", "/api/rollouts/gone/stream", "/api/groups/gone", "/api/curves"]
 )
 async def test_unknown_items_have_a_status(path: str) -> None:
     async with page() as at:

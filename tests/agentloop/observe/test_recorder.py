@@ -20,8 +20,6 @@ from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionS
 from tests.patience import patient
 from tests.support import END, chat_format, eventually, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 
 

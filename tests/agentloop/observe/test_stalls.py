@@ -20,14 +20,7 @@ from agentloop.events import (
 from agentloop.inference.scheduling.placement import Decision
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
+from tests.fakes import Clock
 
 CALL = CallStarted("r", 0, ToolCall("c", "python", {}, "", 0, 1))
 DONE = CallFinished("r", 0, ToolResult("c", "python", ToolCallStatus.OK, "", 0, 0, 1))

@@ -23,8 +23,6 @@ from agentloop.trajectory import Trajectory
 from tests.rollouts import GroupPlayer
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 TASK = Task("sum", "What is 3552 divided by 2?", "1776")
 UNRECORDED = {"siblings", "reward"}  # lanes: when a rollout was scored is in no file

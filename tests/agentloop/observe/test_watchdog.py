@@ -22,17 +22,11 @@ from agentloop.observe.watchdog import (
     watch_lag,
 )
 from agentloop.trajectory import Trajectory
+from tests.fakes import Clock
 from tests.patience import patient
 from tests.support import eventually
 
 SETTINGS = WatchdogSettings(no_progress_s=10, give_up_s=100)
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def elsewhere(look: Callable[[], str | None]) -> str | None:
@@ -98,7 +92,6 @@ def test_largest_lag() -> None:
     assert heart.largest_lag_s == 3
 
 
-@pytest.mark.anyio
 async def test_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
     heart = Heartbeat(max_lag_s=0.05, logged_every_s=0)
 
@@ -121,7 +114,6 @@ async def test_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> No
             tasks.cancel_scope.cancel()
 
 
-@pytest.mark.anyio
 async def test_watching_thread_ends() -> None:
     def threads() -> int:
         return sum(thread.name == "watch the event loop" for thread in threading.enumerate())
@@ -193,7 +185,6 @@ def test_giving_up_can_be_disabled() -> None:
     progress.look()
 
 
-@pytest.mark.anyio
 async def test_no_progress_cancels_the_task_group() -> None:
     """As a task of the run's task group, its error ends everything."""
     stalls = Stalls(map(float, itertools.count()).__next__)  # each look is a second later

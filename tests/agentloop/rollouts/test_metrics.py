@@ -47,7 +47,6 @@ def test_half_of_the_calls_is_not_most() -> None:
     assert [event.num_calls for event in errors.add("2", [rollout(1), ignored])] == [41]
 
 
-@pytest.mark.anyio
 async def test_event_and_line_in_terminal(caplog: pytest.LogCaptureFixture) -> None:
     async def play(prompt: object, **options: object) -> list[RolloutRecord]:
         return [rollout(48), rollout(48)]

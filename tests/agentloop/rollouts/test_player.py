@@ -25,13 +25,7 @@ import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool, as_tool
 from agentloop.environments.agent import Agent
-from agentloop.environments.environment import (
-    Environment,
-    EnvSettings,
-    load,
-    open_tasks,
-    reward_of,
-)
+from agentloop.environments.environment import Environment, EnvSettings, load, open_tasks, reward_of
 from agentloop.environments.rewards.reward import Grader, Reward, RewardFunction
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import (
@@ -54,29 +48,23 @@ from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
-from tests.rollouts import records_of
-
-pytestmark = pytest.mark.anyio
+from tests.fakes import FakePool, NoModel, Unprintable
+from tests.rollouts import records_of, reward_in
 
 TASK = Task("t", "", "42", extra={"top": 100})
 
 
-class Model:
+class Model(NoModel):
     """Answers each conversation with the number of messages in it; records what it was asked.
 
     With `reply`, each further answer is one more.
     """
 
-    pool: Any = None
-    session_listener: Any = None
-
-    async def listen_for_sessions(self) -> None:
-        """Do nothing: no test here has a client."""
-
     def resolve_tools(self, tools: Sequence[Any]) -> list[Tool]:
         return [as_tool(tool) for tool in tools]
 
     def __init__(self, stop_reason: StopReason = StopReason.ANSWERED) -> None:
+        super().__init__()
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.stop_reason = stop_reason
         self.error: Exception | None = None
@@ -150,8 +138,7 @@ async def test_grading_does_not_take_the_environments_time() -> None:
         return 1.0
 
     for episode in await play_and_grade(asks, slow, timeout_s=0.1):
-        assert episode.reward is not None
-        assert episode.reward.value == 1.0
+        assert reward_in(episode).value == 1.0
 
 
 async def test_environment_may_combine_a_grade_with_other_parts() -> None:
@@ -166,8 +153,7 @@ async def test_environment_may_combine_a_grade_with_other_parts() -> None:
         return {"right": right, "brief": 0.25}
 
     for episode in await play_and_grade(brief, grade_answer):
-        assert episode.reward is not None
-        assert episode.reward.parts == {"right": 1.0, "brief": 0.25}
+        assert reward_in(episode).parts == {"right": 1.0, "brief": 0.25}
         assert episode.others["checker"].reward == 2.0
 
 
@@ -181,8 +167,7 @@ async def test_recorded_measurements_do_not_change_the_reward() -> None:
 
     for rollout in await run(measures):
         assert rollout.recorded == {"tries": 3.0, "depth": 2.0}
-        assert rollout.reward is not None
-        assert (rollout.reward.value, rollout.reward.parts) == (1.0, {})
+        assert (reward_in(rollout).value, reward_in(rollout).parts) == (1.0, {})
         figures = RolloutFigures.of(rollout)
         assert GroupFigures.from_dict(asdict(GroupFigures([figures]))).rollouts == [figures]
     group = RolloutGroup(TASK, [rollout])
@@ -284,9 +269,7 @@ class UnendingModel(Model):
 
 
 @pytest.mark.parametrize("num_tokens", [2000, 20000])
-async def test_environment_starts_as_many_groups_as_the_built_in_agent(
-    num_tokens: int,
-) -> None:
+async def test_environment_starts_as_many_groups_as_the_built_in_agent(num_tokens: int) -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -431,17 +414,15 @@ async def test_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: 
         return 1.0
 
     good, lost = await run(rewards)
-    assert good.reward is not None
-    assert good.reward.value == 1.0
-    assert lost.reward is not None
-    assert lost.reward.value is None
+    assert reward_in(good).value == 1.0
+    assert reward_in(lost).value is None
     where = {
         "other agent": "reward of 1-t.1+checker",
         "turn": "turn 1 of 1-t.1: reward",
         "token": "turn 1 of 1-t.1: token_rewards",
     }
-    assert f"bad value: {where[kind]}: expected a finite number" in lost.reward.reason
-    assert lost.reward.reason.endswith(f"got {bad!r}")
+    assert f"bad value: {where[kind]}: expected a finite number" in reward_in(lost).reason
+    assert reward_in(lost).reason.endswith(f"got {bad!r}")
 
 
 def test_weight_of_a_missing_reward_part_is_refused() -> None:
@@ -476,15 +457,8 @@ async def test_rollout_that_its_environment_failed_has_no_reward() -> None:
         return 1.0 if trajectory.id.endswith(".0") else float("nan")
 
     good, bad = await run(sometimes)
-    assert good.reward is not None
-    assert bad.reward is not None
-    assert (good.reward.value, bad.reward.value) == (1.0, None)
-    assert bad.reward.reason.startswith("the environment gave a bad value: the reward: ")
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
+    assert (reward_in(good).value, reward_in(bad).value) == (1.0, None)
+    assert reward_in(bad).reason.startswith("the environment gave a bad value: the reward: ")
 
 
 @pytest.mark.parametrize("kind", ["own", "infrastructure", "value"])
@@ -506,9 +480,7 @@ async def test_error_without_text_costs_only_its_own_rollout_the_reward(kind: st
         raise Lost if kind == "infrastructure" else Unprintable
 
     good, bad = await run(sometimes)
-    assert good.reward is not None
-    assert bad.reward is not None
-    assert (good.reward.value, bad.reward.value) == (1.0, None)
+    assert (reward_in(good).value, reward_in(bad).value) == (1.0, None)
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -529,9 +501,8 @@ async def test_failure_of_the_infrastructure_is_no_reward_whatever_is_returned(
     if raises:
         model.error = ServerUnavailable("gone")
     for episode in await run(hiding, model):
-        assert episode.reward is not None
-        assert episode.reward.value is None
-        assert episode.reward.reason.startswith("infrastructure: ")
+        assert reward_in(episode).value is None
+        assert reward_in(episode).reason.startswith("infrastructure: ")
 
 
 async def test_environment_that_hangs_ends_at_its_deadline() -> None:
@@ -549,10 +520,8 @@ async def test_environment_that_hangs_ends_at_its_deadline() -> None:
 
     good, bad = await run(hangs, timeout_s=0.2)
     assert ended == ["1-t.1"]
-    assert good.reward is not None
-    assert good.reward.value == 1.0
-    assert bad.reward is not None
-    assert bad.reward.reason == "the environment ran out of time (0.2 s)"
+    assert reward_in(good).value == 1.0
+    assert reward_in(bad).reason == "the environment ran out of time (0.2 s)"
 
 
 async def test_environment_that_waits_for_a_thread_is_left_behind(
@@ -573,8 +542,7 @@ async def test_environment_that_waits_for_a_thread_is_left_behind(
         done, late = await run(waits, timeout_s=0.2)
     finally:
         release.set()
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
     assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
     assert late.no_reward is NoReward.ENVIRONMENT
 
@@ -590,8 +558,7 @@ async def test_late_reward_does_not_count() -> None:
 
     late, done = await run(is_late, timeout_s=0.1)
     assert late.reward == Reward(None, None, "the environment ran out of time (0.1 s)")
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
 
 
 async def test_conversations_that_the_environment_left_running_are_stopped() -> None:
@@ -640,12 +607,10 @@ async def test_cancelled_error_and_system_exit_fail_a_single_rollout(ends: str) 
         return 1.0
 
     failed, done = await run(slips)
-    assert failed.reward is not None
     name = "SystemExit: 3" if ends == "exits" else "CancelledError"
-    assert failed.reward.value is None
-    assert failed.reward.reason.startswith(f"the environment raised {name} (test_player.py:")
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(failed).value is None
+    assert reward_in(failed).reason.startswith(f"the environment raised {name} (test_player.py:")
+    assert reward_in(done).value == 1.0
 
 
 async def test_error_that_the_agent_causes_has_the_declared_reward() -> None:
@@ -661,19 +626,17 @@ async def test_error_that_the_agent_causes_has_the_declared_reward() -> None:
         return 1.0 if agent.id.endswith("1") else float({**task.extra}["missing"])
 
     parsed, done, broken = await run(parses, size=3)
-    assert parsed.reward is not None
-    assert parsed.reward.value == -1.0
-    assert parsed.reward.reason.startswith("the agent caused ValueError: 1 is no number (test_")
+    assert reward_in(parsed).value == -1.0
+    assert reward_in(parsed).reason.startswith("the agent caused ValueError: 1 is no number (test_")
     # What it has written is trained on.
     assert [trajectory.stop_reason for trajectory in parsed.trained] == [StopReason.ANSWERED]
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
     assert broken.no_reward is NoReward.ENVIRONMENT
 
 
-@pytest.mark.parametrize("given", ["turn", "text", "token", "short", "none", "other"])
+@pytest.mark.parametrize("bad_part", ["turn", "text", "token", "short", "none", "other"])
 @pytest.mark.parametrize("raises", [False, True])
-async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool) -> None:
+async def test_rewards_are_checked_however_rollout_ends(bad_part: str, raises: bool) -> None:
     @agentloop.environment(agent_errors={ValueError: -1.0})
     async def scores(task: Any, agent: Agent) -> float:
         trajectory = await agent.run("?")
@@ -683,7 +646,7 @@ async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool
         turn: Any = trajectory.turns[0]
         turn.reward, turn.token_rewards = np.float32(2), np.ones(1)
         if agent.id.endswith("0"):
-            match given:
+            match bad_part:
                 case "turn":
                     turn.reward = math.nan
                 case "text":
@@ -702,12 +665,10 @@ async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool
 
     bad, good = await run(scores)
     assert bad.no_reward is NoReward.ENVIRONMENT
-    assert bad.reward is not None
-    assert bad.reward.reason.startswith("the environment gave a bad value: ")
+    assert reward_in(bad).reason.startswith("the environment gave a bad value: ")
     assert [(turn.reward, turn.token_rewards) for turn in bad.trajectories[0]] == [(None, [])]
     assert bad.others["critic"].reward is None
-    assert good.reward is not None
-    assert good.reward.value == (-1.0 if raises else 1.0)
+    assert reward_in(good).value == (-1.0 if raises else 1.0)
     (turn,) = good.trajectories[0]
     assert (turn.reward, turn.token_rewards, type(turn.reward)) == (2.0, [1.0], float)
     assert good.others["critic"].reward == 0.5
@@ -752,8 +713,7 @@ async def test_agent_error_keeps_earlier_stops() -> None:
         raise ValueError("not a move")
 
     (record,) = await run(plays, size=1)
-    assert record.reward is not None
-    assert record.reward.value == -1.0
+    assert reward_in(record).value == -1.0
     assert [trajectory.stop_reason for trajectory in record.trajectories] == [
         StopReason.ENVIRONMENT,
         StopReason.ENVIRONMENT,
@@ -789,8 +749,7 @@ async def test_conversations_cut_off_by_agent_error_count(talks: str) -> None:
         return 1.0
 
     (record,) = await run(plays, size=1)
-    assert record.reward is not None
-    assert record.reward.value == -1.0
+    assert reward_in(record).value == -1.0
     assert {trajectory.stop_reason for trajectory in record.all_trajectories} == {
         StopReason.ANSWERED
     }
@@ -819,15 +778,17 @@ async def test_refused_conversation_takes_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
+    ("last_text", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
 )
 @pytest.mark.parametrize("gives", ["mapping", "number", "reward", "error"])
-async def test_answer_is_what_model_said_last(gives: str, said: str, answer: str | None) -> None:
+async def test_answer_is_what_model_said_last(
+    gives: str, last_text: str, answer: str | None
+) -> None:
     @agentloop.environment(agent_errors={ValueError: 0.0})
     async def asks(task: Any, agent: Agent) -> Any:
         last = await agent.run("?")
         first = await agent.run("!")
-        last.answer, first.answer = said, said and "something else"
+        last.answer, first.answer = last_text, last_text and "something else"
         first.elapsed_s, last.elapsed_s = 1.0, 2.0
         match gives:
             case "mapping":
@@ -839,8 +800,7 @@ async def test_answer_is_what_model_said_last(gives: str, said: str, answer: str
         raise ValueError("wrong")
 
     (record,) = await run(asks, size=1)
-    assert record.reward is not None
-    assert (record.reward.value, record.reward.answer) == (0.0, answer)
+    assert (reward_in(record).value, reward_in(record).answer) == (0.0, answer)
 
 
 async def test_number_of_reward_function_keeps_model_answer() -> None:
@@ -849,8 +809,7 @@ async def test_number_of_reward_function_keeps_model_answer() -> None:
         return await agent.run("?", system="Answer.")
 
     (record, _) = await play_and_grade(asks, lambda trajectory, task: 0.5)
-    assert record.reward is not None
-    assert (record.reward.value, record.reward.answer) == (0.5, "2")
+    assert (reward_in(record).value, reward_in(record).answer) == (0.5, "2")
 
 
 async def test_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
@@ -863,8 +822,7 @@ async def test_environment_that_leaves_no_time_for_its_agent_has_failed() -> Non
         return 1.0
 
     late, _ = await run(dawdles, timeout_s=0.1)
-    assert late.reward is not None
-    assert "left no time" in late.reward.reason
+    assert "left no time" in reward_in(late).reason
     assert late.no_reward is NoReward.ENVIRONMENT
 
 
@@ -893,8 +851,7 @@ async def test_environment_that_ignores_its_cancellation_is_left_behind(
 
     done, late = await run(ignores, timeout_s=0.2)
     may_end.set()
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
     assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
 
 
@@ -972,8 +929,7 @@ async def test_only_exceptions_of_the_function_are_errors_of_the_agent() -> None
 
     bad, parsed, unknown, _ = await run(plays, size=4)
     assert (bad.no_reward, unknown.no_reward) == (NoReward.ENVIRONMENT, NoReward.ENVIRONMENT)
-    assert parsed.reward is not None
-    assert (parsed.reward.value, type(parsed.reward.value)) == (0.5, float)
+    assert (reward_in(parsed).value, type(reward_in(parsed).value)) == (0.5, float)
 
 
 async def test_environment_that_cancels_itself_has_failed() -> None:
@@ -989,8 +945,7 @@ async def test_environment_that_cancels_itself_has_failed() -> None:
 
     failed, done = await run(cancels)
     assert failed.no_reward is NoReward.ENVIRONMENT
-    assert done.reward is not None
-    assert done.reward.value == 1.0
+    assert reward_in(done).value == 1.0
 
 
 def test_task_and_agent_types_may_exist_for_type_checkers_only() -> None:
@@ -1009,8 +964,7 @@ async def test_stragglers_are_stopped_when_enough_have_ended() -> None:
         return 1.0
 
     first, *stopped = await run(waits, size=3, enough=1)
-    assert first.reward is not None
-    assert first.reward.value == 1.0
+    assert reward_in(first).value == 1.0
     assert [rollout.reward and rollout.reward.reason for rollout in stopped] == [
         "stopped: enough rollouts of its group had ended"
     ] * 2
@@ -1185,9 +1139,7 @@ def test_task_function_must_be_sync_and_take_known_parameters() -> None:
         ({"agent_errors": ValueError}, "agent_errors: expected a mapping such as .*, not type"),
     ],
 )
-def test_argument_of_the_decorator_that_cannot_be_right_is_named(
-    options: Any, problem: str
-) -> None:
+def test_argument_of_decorator_that_cannot_be_right_is_named(options: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^environment: {problem}"):
         agentloop.environment(**options)(maze.function)
 
@@ -1228,9 +1180,7 @@ async def test_siblings_do_not_share_changes_of_their_arguments() -> None:
         assert [rollout.reward and rollout.reward.value for rollout in episodes] == [4, 4, 4]
 
 
-def test_environments_tasks_replace_only_those_of_a_generator(
-    tmp_path: Path,
-) -> None:
+def test_environments_tasks_replace_only_those_of_a_generator(tmp_path: Path) -> None:
     @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9})
     async def game(task: Any, agent: Agent) -> float:
         return 1.0
@@ -1261,9 +1211,8 @@ async def test_slow_server_is_not_the_environments_fault() -> None:
     late = Model(StopReason.TIME_BUDGET)
     episodes = await run(twice, late)  # no RequestError: the task is not refused
     for episode in episodes:
-        assert episode.reward is not None
-        assert episode.reward.value is None
-        assert episode.reward.reason.startswith("infrastructure: it ran out of time")
+        assert reward_in(episode).value is None
+        assert reward_in(episode).reason.startswith("infrastructure: it ran out of time")
 
 
 async def test_conversation_goes_on_with_what_the_environment_replies() -> None:
@@ -1286,8 +1235,7 @@ async def test_conversation_goes_on_with_what_the_environment_replies() -> None:
         heard.clear()
         (episode,) = await run(game, size=1)
         assert heard == ["1", "2", "3"]
-        assert episode.reward is not None
-        assert episode.reward.value == 3.0
+        assert reward_in(episode).value == 3.0
 
 
 async def test_environment_may_converse_message_by_message() -> None:
@@ -1318,8 +1266,7 @@ async def test_environment_may_converse_message_by_message() -> None:
         return float(first)
 
     (episode,) = await run(once, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_failed_conversation_is_attributed_correctly() -> None:
@@ -1336,8 +1283,7 @@ async def test_failed_conversation_is_attributed_correctly() -> None:
     broken = Model()
     broken.error = ServerUnavailable("gone")
     (episode,) = await run(asks_too_much, broken, size=1)
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
+    assert reward_in(episode).reason == "infrastructure: gone"
 
 
 async def test_question_that_is_given_up_ends_the_conversation() -> None:
@@ -1351,8 +1297,7 @@ async def test_question_that_is_given_up_ends_the_conversation() -> None:
         return 1.0
 
     (episode,) = await run(impatient, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_stopped_conversations_are_recorded_and_not_trained_on() -> None:
@@ -1398,16 +1343,12 @@ async def test_failure_is_recorded_with_its_reason() -> None:
     error = bad.trajectories[0].error or ""
     assert re.fullmatch(r"the environment raised KeyError: 'board' \(test_player.py:\d+\)", error)
     assert cut.trajectories[0].stop_reason is StopReason.ANSWERED
-    assert cut.reward is not None
-    assert cut.reward.value is None
+    assert reward_in(cut).value is None
 
 
 @pytest.mark.parametrize(
     ("returned", "reason"),
-    [
-        (0.0, "its agent did not run: nothing was sampled"),
-        (None, "the environment gives none"),
-    ],
+    [(0.0, "its agent did not run: nothing was sampled"), (None, "the environment gives none")],
 )
 async def test_rollout_without_a_conversation_has_a_record_and_no_reward(
     returned: float | None, reason: str
@@ -1463,8 +1404,7 @@ async def test_only_other_agents_have_a_reward_that_can_be_set() -> None:
         return 0.5
 
     (episode,) = await run(sets, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 0.5
+    assert reward_in(episode).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -1487,8 +1427,7 @@ async def test_invalid_argument_of_a_conversation_is_named(options: Any, problem
         return 1.0
 
     (episode,) = await run(asks, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
     assert [trajectory.id for trajectory in episode.trajectories] == ["1-t.0"]
 
 
@@ -1503,8 +1442,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
         return float(not judge.is_trained)
 
     (episode,) = await run(changes, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).value == 1.0
 
 
 async def test_failure_below_another_agent_is_one_of_the_rollout() -> None:
@@ -1515,8 +1453,7 @@ async def test_failure_below_another_agent_is_one_of_the_rollout() -> None:
         return 1.0
 
     (episode,) = await run(hides, Model(StopReason.INFRASTRUCTURE), size=1)
-    assert episode.reward is not None
-    assert episode.reward.value is None
+    assert reward_in(episode).value is None
 
 
 async def test_slow_replies_are_the_environments_own_fault() -> None:
@@ -1538,41 +1475,6 @@ async def test_slow_replies_are_the_environments_own_fault() -> None:
         await run(slow, Late(StopReason.TIME_BUDGET))
 
 
-class Programs:
-    """A sandbox in which a program's outcome is its own text."""
-
-    async def run(
-        self,
-        code: str,
-        stdin: str = "",
-        timeout_s: float | None = None,
-        language: str = "python",
-    ) -> CallResult:
-        return CallResult(1, CallStatus(code))
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[Any]:
-        if self:
-            raise SandboxUnavailable("no worker")
-        yield
-
-
-class Lost:
-    """A sandbox whose sessions have lost their process."""
-
-    def __init__(self, by: LostBy) -> None:
-        self.by = by
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[Any]:
-        yield self
-
-    async def run(
-        self, code: str, timeout_s: float | None = None, language: str = "python"
-    ) -> CallResult:
-        raise SessionLost("the session has ended: exit status 3", self.by)
-
-
 @pytest.mark.parametrize(
     ("status", "reward"),
     [(CallStatus.OK, 1.0), (CallStatus.TIMEOUT, 0.0), (CallStatus.SANDBOX_ERROR, None)],
@@ -1586,10 +1488,9 @@ async def test_failing_program_is_a_result_but_failing_sandbox_is_not(
         return (await agent.sandbox.run(str(status))).ok
 
     model = Model()
-    model.pool = Programs()
+    model.pool = FakePool(lambda code, *_: CallResult(1, CallStatus(code)))
     (episode,) = await run(runs_program, model, size=1)
-    assert episode.reward is not None
-    assert episode.reward.value == reward
+    assert reward_in(episode).value == reward
 
 
 async def test_session_that_cannot_be_opened_is_no_reward() -> None:
@@ -1600,10 +1501,9 @@ async def test_session_that_cannot_be_opened_is_no_reward() -> None:
         return 1.0
 
     model = Model()
-    model.pool = Programs()
+    model.pool = FakePool(no_session=SandboxUnavailable("no worker"))
     (episode,) = await run(runs_program, model, size=1)
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: sandbox: no worker"
+    assert reward_in(episode).reason == "infrastructure: sandbox: no worker"
 
 
 @pytest.mark.parametrize("by", [LostBy.PROGRAM, LostBy.INFRASTRUCTURE])
@@ -1618,17 +1518,16 @@ async def test_session_that_its_program_has_ended_is_a_result(by: LostBy) -> Non
         return 0.5
 
     model = Model()
-    model.pool = Lost(by)
+    model.pool = FakePool(SessionLost("the session has ended: exit status 3", by))
     (episode,) = await run(runs_program, model, size=1)
-    assert episode.reward is not None
     if by is LostBy.PROGRAM:
         assert ended[0].status is CallStatus.KILLED
         assert ended[0].error is not None
         assert ended[0].error.message == "the session has ended: exit status 3"
-        assert episode.reward.value == 0.5
+        assert reward_in(episode).value == 0.5
     else:
         assert not ended
-        assert episode.reward.value is None
+        assert reward_in(episode).value is None
 
 
 def test_task_function_may_take_arguments_of_the_environment() -> None:

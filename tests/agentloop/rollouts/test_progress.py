@@ -30,8 +30,6 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.loop.queue import GroupQueue
 from tests.agentloop.rollouts.test_player import Model
 
-pytestmark = pytest.mark.anyio
-
 SIZE = 4
 
 

@@ -30,7 +30,7 @@ from agentloop.sandbox import Pool
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
 
 # A script may be the first to import the parser of schemas, which takes seconds on a busy machine.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 TASK = {"answer": 37, "top": 100}
 

@@ -12,8 +12,6 @@ from agentloop.rollouts.stream import finished_groups
 from agentloop.trajectory import Trajectory
 from tests.patience import patient
 
-pytestmark = pytest.mark.anyio
-
 
 class Source:
     """A source that counts its requests."""

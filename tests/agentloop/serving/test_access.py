@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import aiohttp
 import pydantic
 import pytest
 from aiohttp import web
@@ -11,6 +10,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.sandbox.guard import is_loopback, url_at
 from agentloop.serving.access import ApiGuard, ServeSettings
 from agentloop.serving.listen import bind, serving
+from tests import support
 
 LOCAL = ServeSettings()
 NAMED = ServeSettings(allowed_hosts=["Agent.example"])
@@ -137,7 +137,6 @@ def test_loopback_hosts(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
 async def test_reported_address_can_be_opened(host: str) -> None:
     settings = ServeSettings(host=host, port=0, token=pydantic.SecretStr("x"))
@@ -161,7 +160,6 @@ def test_url_of_a_service(host: str, url: str) -> None:
     assert url_at(host, 8) == url
 
 
-@pytest.mark.anyio
 async def test_refusal_reaches_no_handler_and_has_openais_format() -> None:
     reached = []
 
@@ -171,25 +169,17 @@ async def test_refusal_reaches_no_handler_and_has_openais_format() -> None:
 
     app = web.Application(middlewares=[ApiGuard(SECRET).middleware])
     app.router.add_get("/x", handler)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/x"
-        async with http_session() as session:
-            for headers, expected in [
-                ({}, (401, "authentication_error")),
-                ({"Authorization": BEARER, "Origin": "http://evil"}, (403, "permission_error")),
-            ]:
-                async with session.get(url, headers=headers) as response:
-                    error = (await response.json())["error"]
-                    assert (response.status, error["type"]) == expected
-            assert reached == []
-            async with session.get(url, headers={"Authorization": BEARER}) as response:
-                assert response.status == 200
-            assert isinstance(response, aiohttp.ClientResponse)
-    finally:
-        await runner.cleanup()
+    async with support.serving(app) as url, http_session() as session:
+        for headers, expected in [
+            ({}, (401, "authentication_error")),
+            ({"Authorization": BEARER, "Origin": "http://evil"}, (403, "permission_error")),
+        ]:
+            async with session.get(url + "/x", headers=headers) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["type"]) == expected
+        assert reached == []
+        async with session.get(url + "/x", headers={"Authorization": BEARER}) as response:
+            assert response.status == 200
     assert reached == ["/x"]
 
 

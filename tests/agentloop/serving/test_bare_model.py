@@ -14,8 +14,6 @@ from agentloop.trajectory import StopReason
 from tests.agentloop.serving.test_app import HELLO, THEIRS, Service, client, says, service
 from tests.support import END, call_text
 
-pytestmark = pytest.mark.anyio
-
 QUESTION = "What is 37 times 48?"
 SECRET: dict[str, Any] = {"serve": {"port": 0, "token": "secret"}}
 

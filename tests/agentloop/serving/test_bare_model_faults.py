@@ -17,8 +17,6 @@ from agentloop.serving.protocols.responses.store import ResponseStore
 from tests.agentloop.serving.test_app import HELLO, says, service
 from tests.agentloop.serving.test_bare_model import open_session, trajectories
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_bug_is_logged_without_the_sessions_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -23,8 +23,6 @@ from tests.agentloop.serving.test_app import HELLO, Service, says, service
 from tests.agentloop.serving.test_bare_model import open_session, trajectories
 from tests.support import Step, chat_format, chunks, eventually
 
-pytestmark = pytest.mark.anyio
-
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HELLO},
     "responses": {"input": HELLO},

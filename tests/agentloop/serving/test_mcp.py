@@ -17,8 +17,6 @@ from tests.agentloop.serving.test_app import Service, says, service
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 LIST = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
 ACCEPT = {"Accept": "application/json", "Content-Type": "application/json"}
 

@@ -18,8 +18,6 @@ from tests.agentloop.serving.test_app import CHAT, HELLO, THEIRS, Service, says,
 from tests.patience import patient
 from tests.support import call_text, chunks, written
 
-pytestmark = pytest.mark.anyio
-
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HELLO},
     "responses": {"input": "hello"},

@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory
 from tests.agentloop.serving.test_app import HELLO, THEIRS, client, says, service
 from tests.agentloop.serving.test_bare_model import open_session, trajectories
 from tests.support import call_text
-
-pytestmark = pytest.mark.anyio
 
 
 def groups(folder: RunFolder) -> list[list[dict[str, Any]]]:

@@ -229,10 +229,7 @@ def test_unsupported_parameters_that_would_change_the_answer_are_refused(
 
 @pytest.mark.parametrize(
     ("field", "value", "instead"),
-    [
-        ("min_tokens", 2, "leave it out, or use 0"),
-        ("stop_token_ids", [3], "use stop"),
-    ],
+    [("min_tokens", 2, "leave it out, or use 0"), ("stop_token_ids", [3], "use stop")],
 )
 def test_parameters_of_the_bare_model_are_refused_for_the_agent(
     field: str, value: Any, instead: str
@@ -296,19 +293,13 @@ def test_every_parameter_is_documented() -> None:
         (b'{"messages": ["hi"]}', r"messages\[0\]: "),
         (b'{"messages": [{}]}', r"messages\[0\]\.role: "),
         (message_body(content=5), r"messages\[0\]\.content: "),
-        (
-            message_body(content=[{"type": "text"}]),
-            r"messages\[0\]\.content\[0\]\.text: expected a string",
-        ),
+        (message_body(content=[{"type": "text"}]),
+         r"messages\[0\]\.content\[0\]\.text: expected a string"),
         (message_body(content=[{"type": "image_url"}]), r"messages\[0\]\.content\[0\]\.t"),
-        (
-            message_body(tool_calls=[{"function": {"arguments": "{}"}}]),
-            r"\.tool_calls\[0\]\.function\.name: ",
-        ),
-        (
-            body(tools=[{"type": "function", "function": {"name": ""}}]),
-            r"tools\[0\]\.function\.name",
-        ),
+        (message_body(tool_calls=[{"function": {"arguments": "{}"}}]),
+         r"\.tool_calls\[0\]\.function\.name: "),
+        (body(tools=[{"type": "function", "function": {"name": ""}}]),
+         r"tools\[0\]\.function\.name"),
         (body(n="2"), "n: "),
         (body(n=True), "n: "),
         (body(n=1.5), "n: "),
@@ -339,7 +330,7 @@ def test_every_parameter_is_documented() -> None:
         (body(stop_token_ids=[-1]), r"stop_token_ids\[0\]: "),
         (body(tools={}), "tools: "),
     ],
-)
+)  # fmt: skip
 def test_bad_request_names_the_field(raw: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=f"^(the body is )?{message}|{message}"):
         ChatRequest.parse(raw)

@@ -10,8 +10,6 @@ import agentloop
 from tests.agentloop.serving.test_app import CHAT, HELLO, THEIRS, client, says, service
 from tests.support import call_text
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/chat/completions"
 events: list[str] = []
 

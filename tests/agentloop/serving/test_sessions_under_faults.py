@@ -29,8 +29,6 @@ from tests.agentloop.serving.simulated_agents import FaultyLink, RandomSGLang, S
 from tests.agentloop.serving.test_app import CHAT, PlayedRouter, PlayedRuntime
 from tests.support import eventually
 
-pytestmark = pytest.mark.anyio
-
 NUM_BATCHES, BATCH = 10, 100
 
 

@@ -19,7 +19,7 @@ from tests.agentloop.agent.random_conversations import chunks_of
 from tests.support import END, ScriptedEngine, chunks, written
 
 # The first test makes the tokenizer.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 ASKED = [{"role": "user", "content": "hello"}]
 CALLS: list[Call] = [("search", {"text": "the secret"}), ("python_code", {"number": 7})]

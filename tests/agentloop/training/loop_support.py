@@ -39,7 +39,7 @@ from agentloop.training.run.collapse import CollapseSettings
 from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import RunControl
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.run.status import RunStatus, StatusWatch
+from agentloop.training.run.status import StatusWatch
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import (
@@ -52,25 +52,14 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 from tests.agentloop.training.fake_learner import FakeLearner
+from tests.fakes import RecordedProgress
 from tests.rollouts import GroupPlayer
 from tests.support import FakeSGLang
 
-
-class RecordedReport:
-    """Records reports."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.statuses: list[RunStatus] = []
-
-    def __call__(self, line: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        self.statuses.append(status)
+USUAL: dict[str, Any] = {
+    "prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4, "evaluate_every": 0
+}  # fmt: skip
+ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
 
 
 class RecordingLearner(FakeLearner):
@@ -118,12 +107,13 @@ def trajectory(key: str, text: str, *, failed: bool, broken: bool = False) -> Tr
 class FakeRollouts:
     """Fake rollouts: half of a group is right, except in evaluations, and one is broken."""
 
-    def __init__(self, tasks: TaskSource, *, right: float = 0.5) -> None:
+    def __init__(self, tasks: TaskSource | None = None, *, right: float = 0.5) -> None:
+        self.tasks = tasks or TaskSource.open(ARITHMETIC)
         self.sizes: list[int] = []
         self.names: list[str] = []
         self.prompts: list[str] = []
         self.budgets: list[Budget] = []
-        self._answers = {task.prompt: task.answer for task in tasks.held_out()}
+        self._answers = {task.prompt: task.answer for task in self.tasks.held_out()}
         self._right = right
 
     async def __call__(
@@ -150,9 +140,6 @@ class FakeRollouts:
         return str(value(int(remaining), int(right)))
 
 
-ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
-
-
 async def run_loop(
     folder: Path,
     *,
@@ -164,7 +151,7 @@ async def run_loop(
     roc: RocSettings | None = None,
     fake: FakeSGLang | None = None,
     stages: dict[str, StageSettings] | None = None,
-    report: RecordedReport | None = None,
+    report: RecordedProgress | None = None,
     weights: WeightsSettings | None = None,
     credit: CreditSettings | None = None,
     learner: RecordingLearner | None = None,
@@ -181,8 +168,8 @@ async def run_loop(
 
     With `lends`, servers lend their memory to the learner.
     """
-    tasks = tasks or TaskSource.open(ARITHMETIC)
     run_group = run_group or FakeRollouts(tasks, right=right)
+    tasks = tasks or getattr(run_group, "tasks", None) or TaskSource.open(ARITHMETIC)
     learner = learner or RecordingLearner()
     run = RunFolder(folder / "run", "" if restored is None else None)
     fake = fake or FakeSGLang([5])
@@ -193,11 +180,9 @@ async def run_loop(
             Grader(RewardSettings(function="exact"), reward) as grader,
             GroupQueue.open(run.path / "queue.sqlite") as queue,
         ):
-            report = report or RecordedReport()
+            report = report or RecordedProgress()
             context = RunContext(
-                LoopSettings(
-                    **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
-                ),
+                LoopSettings(**USUAL | settings),
                 tasks,
                 Rollouts(
                     GroupRunner(GroupPlayer(run_group), grader, emit=emit),
@@ -275,9 +260,14 @@ async def run_until_failure(folder: Path, **settings: Any) -> None:
 class GatedRollouts(FakeRollouts):
     """Ends each group on demand."""
 
-    def __init__(self, tasks: TaskSource) -> None:
+    def __init__(self, tasks: TaskSource | None = None) -> None:
         super().__init__(tasks)
         self.may_end: dict[int, anyio.Event] = defaultdict(anyio.Event)
+
+    def let_end(self, first: int = 1, last: int = 99) -> None:
+        """Let these groups end, those too that have not begun."""
+        for number in range(first, last + 1):
+            self.may_end[number].set()
 
     async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
         group = await super().__call__(prompt, **options)

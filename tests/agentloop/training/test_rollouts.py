@@ -11,11 +11,7 @@ import pytest
 from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import (
-    ServerError,
-    ServerRefused,
-    ServerUnavailable,
-)
+from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.rollouts.metrics import about
 from agentloop.rollouts.record import AgentRecord, ConversationRow, RolloutRecord
@@ -27,8 +23,6 @@ from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from tests.rollouts import GroupPlayer
-
-pytestmark = pytest.mark.anyio
 
 TASK = Task("sum", "What is 1 plus 1?", "2")
 BUDGET = Budget()
@@ -100,7 +94,7 @@ async def test_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
             trajectory("broken", RIGHT, stop_reason=StopReason.INFRASTRUCTURE),
         ]
     )
-    result = await rolled_out(group, is_tainted=lambda one: one.id == "tainted")
+    result = await rolled_out(group, is_tainted=lambda scored: scored.id == "tainted")
     rows = {row.trajectory.id: row for row in result.rows}
     assert {key: row.reward for key, row in rows.items()} == {
         "right": 1.0,
@@ -146,12 +140,12 @@ def advantages(rows: Mapping[str, ConversationRow]) -> dict[str, float]:
     return {key: row.advantage for key, row in rows.items() if row.advantage is not None}
 
 
-def episode(key: str, reward: float | None, **others: AgentRecord) -> RolloutRecord:
-    return RolloutRecord(key, [trajectory(key, "")], Reward(reward, None, ""), others)
+def episode(key: str, reward: float | None, **with_other: AgentRecord) -> RolloutRecord:
+    return RolloutRecord(key, [trajectory(key, "")], Reward(reward, None, ""), with_other)
 
 
 async def test_each_agents_rewards_are_compared_among_its_own() -> None:
-    def others(key: str, checks: float | None) -> dict[str, AgentRecord]:
+    def with_other(key: str, checks: float | None) -> dict[str, AgentRecord]:
         return {
             "checker": AgentRecord([trajectory(f"{key}+checker", "")], checks),
             "judge": AgentRecord([trajectory(f"{key}+judge", "")], is_trained=False),
@@ -159,9 +153,9 @@ async def test_each_agents_rewards_are_compared_among_its_own() -> None:
         }
 
     rows = await rows_of(
-        episode("a", 1.0, **others("a", 0.0)),
-        episode("b", 0.0, **others("b", 5.0)),
-        episode("c", None, **others("c", 9.0)),
+        episode("a", 1.0, **with_other("a", 0.0)),
+        episode("b", 0.0, **with_other("b", 5.0)),
+        episode("c", None, **with_other("c", 9.0)),
     )
     advantage = advantages(rows)
     assert advantage["a"] > 0 > advantage["b"]
@@ -349,11 +343,11 @@ class Judge:
         self.failing = failing or set()
         self.asked: list[str] = []
 
-    async def __call__(self, one: Trajectory) -> list[float]:
-        self.asked.append(one.id)
-        if one.id in self.failing:
+    async def __call__(self, scored: Trajectory) -> list[float]:
+        self.asked.append(scored.id)
+        if scored.id in self.failing:
             raise ServerUnavailable("the teacher did not answer")
-        return [-0.25] * one.num_sampled_tokens
+        return [-0.25] * scored.num_sampled_tokens
 
 
 async def test_teacher_judges_all_rollouts_that_have_a_reward() -> None:
@@ -383,9 +377,7 @@ async def test_failing_teacher_leaves_no_reward_instead_of_zero() -> None:
     assert [row.advantage for row in result.rows] == [0.75, None]
 
 
-async def test_teacher_that_fails_on_a_whole_group_is_an_outage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_teacher_that_fails_on_whole_group_is_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
     group, judge = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)]), Judge({"a", "b"})
     with pytest.raises(ServerError, match=r"lost 5 times in a row: .*the teacher did not answer"):
@@ -395,10 +387,10 @@ async def test_teacher_that_fails_on_a_whole_group_is_an_outage(
 
 async def test_rollout_that_the_teacher_refuses_has_no_reward() -> None:
     class Short(Judge):
-        async def __call__(self, one: Trajectory) -> list[float]:
-            if one.id in self.failing:
+        async def __call__(self, scored: Trajectory) -> list[float]:
+            if scored.id in self.failing:
                 raise ServerRefused("the input is longer than the context", status=400)
-            return await super().__call__(one)
+            return await super().__call__(scored)
 
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
     result = await rolled_out(group, credit=DISTILL, teacher=Short({"a", "b"}))

@@ -13,25 +13,20 @@ import pytest
 
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.rollouts.metrics import (
-    GroupFigures,
-    RolloutFigures,
-    about_each,
-    rewards_of_each,
-)
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about_each, rewards_of_each
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import StageSettings
 from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     FakeRollouts,
     KilledRollouts,
-    RecordedReport,
     read_lines,
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 def mixed() -> MixedTasks:
@@ -52,7 +47,7 @@ class Mostly(FakeRollouts):
 
 
 async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Path) -> None:
-    tasks, report = mixed(), RecordedReport()
+    tasks, report = mixed(), RecordedProgress()
     _, _, run = await run_loop(
         tmp_path,
         tasks=tasks,
@@ -112,7 +107,7 @@ async def test_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, steps:
     tasks = mixed()
     run_group = KilledRollouts(tasks)
     run_group.killed_at = f"{3 * steps + 2}-"  # a group of the next step
-    settings: dict[str, Any] = {"steps": 5, "evaluate_every": 0, "checkpoint_every": 1}
+    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": 1}
     await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
         cursor = (await queue.cursor())["tasks"]
@@ -136,9 +131,7 @@ async def test_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path) 
     tasks = mixed()
     run_group = Mostly(tasks)
     stages = {"hard": StageSettings(steps=1, filter_tasks=6)}
-    _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
-    )
+    _, _, run = await run_loop(tmp_path, tasks=tasks, run_group=run_group, stages=stages)
     (row,) = [row for row in read_lines(run.path / "metrics.jsonl") if "reward" in row]
     assert row["env/hard/num_rollouts"] == row["num_rollouts"] == 24
     assert "env/easy/reward" not in row
@@ -165,13 +158,7 @@ async def test_curriculum_chooses_within_each_environment(tmp_path: Path) -> Non
     tasks = MixedTasks(sources, {"calm": 1, "hard": 1})
     run_group = SolvesLevelOne(tasks)
     await run_loop(
-        tmp_path,
-        tasks=tasks,
-        run_group=run_group,
-        steps=15,
-        prompts_per_step=4,
-        evaluate_every=0,
-        curriculum=True,
+        tmp_path, tasks=tasks, run_group=run_group, steps=15, prompts_per_step=4, curriculum=True
     )
     drawn = Counter(name.split("-")[1] for name in run_group.names)
     assert drawn == {"calm": 30, "hard": 30}

@@ -19,8 +19,7 @@ from agentloop.models import SMALL
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.teacher_client import open_teacher
 from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
-
-pytestmark = pytest.mark.anyio
+from tests.support import serving
 
 TOKENIZER = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
 MADE = Trajectory("t", [3, 4], [Turn([5, 6], [-1.0] * 2, observation_ids=[7]), Turn([8], [-1.0])])
@@ -41,14 +40,8 @@ class FakeTeacher:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/tokenize", self._tokenize)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            with anyio.move_on_after(5, shield=True):
-                await runner.cleanup()
+        async with serving(app) as url:
+            yield url
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         requests = await request.json()
@@ -147,15 +140,15 @@ async def test_retries_end_at_the_deadline(fake: FakeTeacher) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         None,
         [[None, 4, None], [-1.0, 5, None]],
         [[None, 4, None], *([None, n, None] for n in (5, 6, 7, 8))],
     ],
 )
-async def test_log_probabilities_of_other_ids_are_refused(told: Any) -> None:
-    fake = FakeTeacher(answer={"meta_info": {"input_token_logprobs": told}})
+async def test_log_probabilities_of_other_ids_are_refused(reported: Any) -> None:
+    fake = FakeTeacher(answer={"meta_info": {"input_token_logprobs": reported}})
     async with taught(fake) as teacher:
         with pytest.raises(ServerRefused, match="no log-probabilities of the given ids"):
             await teacher(MADE)

@@ -26,18 +26,7 @@ def test_arguments_are_literals_of_python_or_json(text: str, arguments: dict[str
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "other",
-        "g(1)",
-        "{1, 2}",
-        "b'a'",
-        "1j",
-        "{(1,): 2}",
-        "[*a]",
-        "{**a}",
-        "-'a'",
-    ],
+    "value", ["other", "g(1)", "{1, 2}", "b'a'", "1j", "{(1,): 2}", "[*a]", "{**a}", "-'a'"]
 )
 def test_argument_that_is_no_literal_always_has_the_same_error(value: str) -> None:
     name, arguments, error = decode_python_call(f"f(x={value})")
@@ -48,18 +37,10 @@ def test_argument_that_is_no_literal_always_has_the_same_error(value: str) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "f(1)",
-        "f(**x)",
-        "f(",
-        "f",
-        "1",
-        "f(x='\ud800')",
-        "",
-        "f(x=1e999)",
-        "f(x=1).g(y=2)",
+        "f(1)", "f(**x)", "f(", "f", "1", "f(x='\ud800')", "", "f(x=1e999)", "f(x=1).g(y=2)",
         f"f(x={'-' * 9000}1)",
     ],
-)
+)  # fmt: skip
 def test_only_a_call_with_named_arguments_is_valid(text: str) -> None:
     _, arguments, error = decode_python_call(text)
     assert not arguments

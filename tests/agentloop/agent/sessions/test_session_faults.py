@@ -13,16 +13,8 @@ from agentloop.agent.sessions.history import context_key, keys_of
 from agentloop.errors import RequestError, ServerError, ServerUnavailable
 from agentloop.events import Feed
 from agentloop.trajectory import Message, StopReason
-from tests.agentloop.agent.sessions.test_session import (
-    TOOL,
-    Client,
-    as_message,
-    reply,
-    user,
-)
+from tests.agentloop.agent.sessions.test_session import TOOL, Client, as_message, reply, user
 from tests.support import END, TEMPLATE, call_text, chunks, template, tokenizer
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_changed_reasoning_of_an_unsampled_message_is_an_edit() -> None:

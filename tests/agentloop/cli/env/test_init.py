@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from agentloop.__main__ import main
 from agentloop.environments.registry import GROUP
-from tests.patience import patient
+from tests.commands import run_python
 
 ROOT = Path(__file__).parents[4]
 
@@ -26,26 +25,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in `folder`, as a user would."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-    )
+    return run_python(*arguments, cwd=folder, timeout_s=60, status=None)
 
 
 @pytest.mark.timeout(90)  # two processes import agentloop
 @pytest.mark.full
 def test_tests_of_a_new_package_pass(package: Path) -> None:
     assert sorted(path.name for path in package.iterdir()) == [
-        "README.md",
-        "my_game.py",
-        "pyproject.toml",
-        "test_my_game.py",
-        "train.toml",
-    ]
+        "README.md", "my_game.py", "pyproject.toml", "test_my_game.py", "train.toml",
+    ]  # fmt: skip
     planned = python(package, "-m", "agentloop", "train", "--dry-run", "train.toml")
     assert (planned.returncode, "steps      10;" in planned.stdout) == (0, True), planned.stderr
     ended = python(package, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider")

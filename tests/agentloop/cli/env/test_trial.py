@@ -13,7 +13,7 @@ from agentloop.__main__ import main
 from tests.agentloop.cli import played
 from tests.agentloop.cli.played import SAID, server, settings_for
 from tests.agentloop.environments.test_player import calls
-from tests.agentloop.evaluation.fake_endpoint import FakeEndpoint, said
+from tests.agentloop.evaluation.fake_endpoint import FakeEndpoint, saying
 from tests.support import FakeSGLang
 
 HERE = "tests.agentloop.cli.played"
@@ -76,7 +76,7 @@ def test_endpoint_plays_with_the_tools_of_the_environment(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     guess = calls(("a", "guess", '{"number": 40}'), text="I try [40].")
-    answer = said("I give up.", reasoning_content="Too large.")
+    answer = saying("I give up.", reasoning_content="Too large.")
     with start_blocking_portal() as portal:
         fake = FakeEndpoint(deque([guess, answer]))
         with portal.wrap_async_context_manager(fake.serving()):
@@ -119,11 +119,7 @@ def test_line_that_blocks_the_event_loop_is_named(
 )
 @pytest.mark.full
 def test_failed_rollout_is_shown_with_its_reason(
-    fake: FakeSGLang,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    reason: str,
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str
 ) -> None:
     settings = [*settings_for(fake), "num_rollouts=2"]
     assert main(["env", "try", f"{HERE}:{name}", *settings]) == 1

@@ -203,10 +203,7 @@ def test_invalid_arguments_are_named(
 
 
 def test_without_the_learner_it_says_what_to_install(
-    run: Path,
-    starts: Starts,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(analyze, "require", distribution.require)
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)

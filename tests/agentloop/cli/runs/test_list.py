@@ -61,9 +61,7 @@ def test_run_may_be_named_itself(runs: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[1].startswith("old ")
 
 
-def test_names_cannot_speak_to_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_cannot_speak_to_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "\x1b[31mred").mkdir()
     (tmp_path / "\x1b[31mred" / "config.toml").write_text("=")
     (tmp_path / "\x1b[31mred" / "metrics.jsonl").touch()

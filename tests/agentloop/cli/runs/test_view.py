@@ -180,7 +180,6 @@ def test_number_below_0_is_refused(tmp_path: Path) -> None:
         main(["runs", "view", str(tmp_path), "--rollouts", "-1"])
 
 
-@pytest.mark.anyio
 async def test_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(tmp_path / "run", model="/no/such/model")
     output = ""

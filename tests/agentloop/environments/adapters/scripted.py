@@ -25,25 +25,21 @@ from agentloop.trajectory import (
     Turn,
     TurnEnd,
 )
+from tests.fakes import NoModel
 from tests.rollouts import records_of
 
 Said = str | tuple[str, dict[str, Any]]
 """A message, or a tool call: name and arguments."""
 
 
-class Scripted:
+class Scripted(NoModel):
     """Runs conversations with a function of the messages so far in place of the model."""
 
     def __init__(self, script: Callable[[list[Message]], Said], pool: Any = None) -> None:
-        self.pool: Any = pool
+        super().__init__(pool)
         self.script = script
         self.asked: list[tuple[str, list[Message], list[str]]] = []  # id, messages, tools
         self.seen: list[Message] = []  # of the newest conversation
-
-    session_listener: Any = None
-
-    async def listen_for_sessions(self) -> None:
-        """Do nothing: no test here has a client."""
 
     async def rollout(
         self, messages: Any, *, tools: Any, budget: Budget, reply: Any, id: str, **options: Any

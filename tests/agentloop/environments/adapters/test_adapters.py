@@ -6,8 +6,8 @@ import inspect
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,13 +26,14 @@ from agentloop.environments.adapters import (
 from agentloop.environments.adapters.blocking import Blocking
 from agentloop.environments.environment import Environment
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
-from agentloop.sandbox import CallResult, CallStatus
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import Message
+from tests import support
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
+from tests.fakes import scoring_pool
 from tests.patience import patient
+from tests.rollouts import reward_in
 from tests.support import eventually
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers_v1])
@@ -96,24 +97,6 @@ def test_library_that_is_missing_is_named_with_its_extra(
         task_of(environment.with_arguments(arguments))
 
 
-class Scorer:
-    """A sandbox in which every answer gets the same score."""
-
-    def __init__(self, score: object) -> None:
-        self.score = score
-
-    async def run(
-        self,
-        code: str,
-        stdin: str = "",
-        timeout_s: float | None = None,
-        language: str = "python",
-    ) -> CallResult:
-        mark = json.loads(stdin)["mark"]
-        stdout = f"\n{mark} scores\n\n{mark} {json.dumps({'score': self.score})}\n"
-        return CallResult(1, CallStatus.OK, stdout=stdout)
-
-
 @pytest.fixture
 def gym(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A reasoning-gym whose only puzzle is a sum; returns the options of its data sets."""
@@ -148,9 +131,10 @@ async def test_puzzle_gives_its_score(
     options = {"sum": {"level": 3}}
     arguments = {"families": ["sum"], "options": options, "partial_credit": partial}
     puzzle = reasoning_gym.puzzle.with_arguments(arguments)
-    (episode,) = await play(puzzle, Scripted(lambda observed: answer, Scorer(score)))
-    assert episode.reward is not None
-    assert episode.reward.value == value
+    (episode,) = await play(
+        puzzle, Scripted(lambda observed: answer, scoring_pool({"score": score}))
+    )
+    assert reward_in(episode).value == value
     assert gym[0]["level"] == 3
 
 
@@ -234,34 +218,37 @@ class Lock:
         return {"type": "observation", "data": data}
 
 
-@asynccontextmanager
-async def serving(lock: Lock) -> AsyncIterator[str]:
+def serving(lock: Lock) -> AbstractAsyncContextManager[str]:
     app = web.Application()
     app.add_routes([web.get("/schema", lock.describe), web.get("/ws", lock.session)])
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    finally:
-        await runner.cleanup()
+    return support.serving(app)
 
 
-def numbers(*said: str) -> Scripted:
-    return Scripted(lambda observed: said[(len(observed) - 1) // 2])
+def lock_environment(url: str, **arguments: Any) -> Environment:
+    return openenv.episode.with_arguments({"url": url, "reset": {"size": 2}, **arguments})
+
+
+async def play_lock(
+    lock: Lock, host: Scripted, *, size: int = 1, **arguments: Any
+) -> Sequence[RolloutRecord]:
+    """Play episodes of that server."""
+    async with serving(lock) as url:
+        return await play(lock_environment(url, **arguments), host, size=size)
+
+
+def numbers(*answers: str) -> Scripted:
+    return Scripted(lambda observed: answers[(len(observed) - 1) // 2])
 
 
 async def test_rewards_are_added_until_the_server_ends_the_episode() -> None:
     lock = Lock()
     async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        environment = lock_environment(url)
         host = numbers("I say five.", 'So: {"number": 5}', '{"number": 3}')
         (episode,) = await play(environment, host)
         seed = task_of(environment).seed
-    assert episode.reward is not None
-    assert episode.reward.parts == {"reward": 1.0, "steps": 3}
-    assert episode.reward.value == 1.0
+    assert reward_in(episode).parts == {"reward": 1.0, "steps": 3}
+    assert reward_in(episode).value == 1.0
     (_, (system, first), _) = host.asked[0]
     assert '"number"' in system["content"]
     assert first["content"] == f"seed {seed} 2"
@@ -273,20 +260,15 @@ async def test_servers_checks_count_and_not_a_forged_reward(forged: float) -> No
     lock = Lock()
     lock.reward = forged  # as of a file that the agent has written
     lock.state = {"verify_results": [{"success": True}, {"success": False}, {"success": "yes"}, 1]}
-    async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        (episode,) = await play(environment, numbers('{"number": 3}'))
-    assert episode.reward is not None
-    assert episode.reward.value == 0.25
+    (episode,) = await play_lock(lock, numbers('{"number": 3}'))
+    assert reward_in(episode).value == 0.25
 
 
 async def test_missing_rewards_are_not_zero() -> None:
     lock = Lock()
     lock.reward = None
-    async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        with pytest.raises(RequestError, match="done, and no step of it had a reward"):
-            await play(environment, numbers('{"number": 3}'))
+    with pytest.raises(RequestError, match="done, and no step of it had a reward"):
+        await play_lock(lock, numbers('{"number": 3}'))
 
 
 async def test_text_is_an_action_without_json() -> None:
@@ -315,24 +297,21 @@ async def test_text_is_an_action_without_json() -> None:
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
 async def test_environment_of_openenv_that_raises_has_failed_itself(mcp: bool) -> None:
-    async with serving(Tooled() if mcp else Lock()) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        host = Scripted(lambda observed: ("turn", {"number": 7}) if mcp else '{"number": 7}')
-        with pytest.raises(RequestError, match=r"openenv: step: ouch \(EXECUTION_ERROR\)"):
-            await play(environment, host)
+    host = Scripted(lambda observed: ("turn", {"number": 7}) if mcp else '{"number": 7}')
+    with pytest.raises(RequestError, match=r"openenv: step: ouch \(EXECUTION_ERROR\)"):
+        await play_lock(Tooled() if mcp else Lock(), host)
 
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
 async def test_server_of_openenv_that_is_gone_is_the_infrastructures_failure(mcp: bool) -> None:
     async with serving(Tooled() if mcp else Lock()) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        environment = lock_environment(url)
         host = Scripted(lambda observed: ("turn", {"number": 13}) if mcp else '{"number": 13}')
         (lost,) = await play(environment, host)
     (refused,) = await play(environment, host)
     for episode, reason in ((lost, "closed the connection at step"), (refused, "Cannot connect")):
-        assert episode.reward is not None
-        assert episode.reward.reason.startswith("infrastructure: openenv: ")
-        assert reason in episode.reward.reason
+        assert reward_in(episode).reason.startswith("infrastructure: openenv: ")
+        assert reason in reward_in(episode).reason
 
 
 class Tooled(Lock):
@@ -387,8 +366,7 @@ async def test_mcp_tools_of_openenv_are_called_with_arguments() -> None:
         environment = openenv.episode.with_arguments(arguments)
         (episode,) = await play(environment, host)
         seed = task_of(environment).seed
-    assert episode.reward is not None
-    assert episode.reward.parts == {"reward": 2.0, "steps": 4}
+    assert reward_in(episode).parts == {"reward": 2.0, "steps": 4}
     assert server.called == stated[:4]
     ((_, requests, tools),) = host.asked
     assert tools == ["turn", "look"]
@@ -405,11 +383,8 @@ async def test_mcp_tools_of_openenv_are_called_with_arguments() -> None:
 async def test_episode_by_tools_ends_after_its_most_steps() -> None:
     server = Tooled()
     host = Scripted(lambda observed: ("look", {}) if len(observed) < 6 else "I give up.")
-    async with serving(server) as url:
-        arguments = {"url": url, "reset": {"size": 2}, "max_steps": 2}
-        (episode,) = await play(openenv.episode.with_arguments(arguments), host)
-    assert episode.reward is not None
-    assert episode.reward.parts == {"reward": 1.0, "steps": 2}
+    (episode,) = await play_lock(server, host, max_steps=2)
+    assert reward_in(episode).parts == {"reward": 1.0, "steps": 2}
     assert len(server.called) == 2
 
 
@@ -417,10 +392,8 @@ async def test_server_gets_as_many_sessions_as_it_may_have() -> None:
     for maximum in (1, 3):
         lock = Lock()
         lock.awaited = maximum
-        async with serving(lock) as url:
-            arguments = {"url": url, "reset": {"size": 2}, "max_sessions": maximum}
-            environment = openenv.episode.with_arguments(arguments)
-            episodes = await play(environment, numbers('{"number": 3}'), size=6)
+        host = numbers('{"number": 3}')
+        episodes = await play_lock(lock, host, size=6, max_sessions=maximum)
         assert [single.reward and single.reward.value for single in episodes] == [0.5] * 6
         assert lock.most_open == maximum
 
@@ -433,7 +406,7 @@ async def test_session_ends_with_its_rollout() -> None:
         return '{"number": 1}'
 
     async with serving(lock) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        environment = lock_environment(url)
         with anyio.CancelScope() as scope:
             await play(environment, Scripted(hang))
         with anyio.fail_after(patient(10)):
@@ -445,8 +418,5 @@ async def test_failure_below_the_agent_is_not_the_librarys() -> None:
     def gone(observed: list[Message]) -> Said:
         raise ServerUnavailable("gone")
 
-    async with serving(Lock()) as url:
-        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        (episode,) = await play(environment, Scripted(gone))
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
+    (episode,) = await play_lock(Lock(), Scripted(gone))
+    assert reward_in(episode).reason == "infrastructure: gone"

@@ -34,13 +34,14 @@ from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import line_of
 from agentloop.errors import DataError, RewardError, SettingsError
-from agentloop.sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
+from agentloop.sandbox import CallStatus, SandboxUnavailable
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
 from agentloop.trajectory import ToolCallStatus as ToolStatus
 from tests.agentloop.environments.rewards import reward_functions
+from tests.fakes import Said, scoring_pool
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
+pytestmark = pytest.mark.timeout(120)  # processes start, and import much
 
 FUNCTIONS = "tests.agentloop.environments.rewards.reward_functions"
 FRAGILE = "tests.agentloop.environments.rewards.fragile_check:is_equal"
@@ -137,7 +138,7 @@ def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "answer"),
+    ("text", "stated", "answer"),
     [
         (r"\boxed{5}", "", None),  # cut off in a thought that the prompt has begun
         (r"It is \boxed{5}.<|im_end|>", r"It is \boxed{5}.", "5"),
@@ -146,9 +147,9 @@ def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
         (r"so \boxed{5} <answer>\boxed{6}</answer>", r"so \boxed{5} \boxed{6}", "6"),
     ],
 )
-def test_chat_format_tells_thoughts_from_the_rest(text: str, said: str, answer: str | None) -> None:
+def test_chat_format_tells_thoughts_from_rest(text: str, stated: str, answer: str | None) -> None:
     turn = Turn(text=text, output_ids=[1, 2])
-    assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=said)) == answer
+    assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=stated)) == answer
 
 
 def test_printed_text_is_the_answer_of_a_program() -> None:
@@ -242,11 +243,8 @@ def test_math_verify_decides_other_answers() -> None:
         ("(0.0000001,1)", "(0.0000002,1)", 0.0),
         ("(5e-05,3e6)", "(0.00005, 3000000)", 1.0),
         (r"\{1/3, 2\}", r"\{2, 0.333333\}", 1.0),
-        (
-            r"\begin{pmatrix}1&0.0000001\end{pmatrix}",
-            r"\begin{pmatrix}1&0.0000002\end{pmatrix}",
-            0.0,
-        ),
+        (r"\begin{pmatrix}1&0.0000001\end{pmatrix}", r"\begin{pmatrix}1&0.0000002\end{pmatrix}",
+         0.0),
         (r"\pi\cdot 10^{-20}", r"2\pi\cdot 10^{-20}", 0.0),
         (r"\sqrt{2}\cdot10^{-9}", r"1.414214\cdot10^{-9}", 1.0),
         ("[0,0.0000001]", "[0,0.0000002]", 0.0),
@@ -261,7 +259,7 @@ def test_math_verify_decides_other_answers() -> None:
         ("5", "the answer is 5, or 6, who knows", 0.0),
         ("5", "9" * 5000, 0.0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.full
 async def test_math(grader: Grader, gold: str, answer: str, value: float) -> None:
     result = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
@@ -335,7 +333,7 @@ async def test_answer_that_hangs_math_verify_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer", "value", "why"),
+    ("gold", "answer", "value", "problem"),
     [
         ("g", "hangs", 0.0, "no result after 3 s (2 tries): the answer breaks the check"),
         ("g", "crashes", 0.0, "the process ended by SIGSEGV (2 tries): the answer breaks"),
@@ -348,14 +346,14 @@ async def test_answer_that_hangs_math_verify_is_wrong() -> None:
 )
 @pytest.mark.full
 async def test_failed_check_is_attributed_to_its_cause(
-    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
+    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, problem: str
 ) -> None:
     monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
         result = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
         assert (result.value, result.answer) == (value, answer)
-        assert why in result.reason
+        assert problem in result.reason
 
 
 @pytest.mark.full
@@ -469,7 +467,7 @@ async def test_other_parameters_are_refused_at_the_start(function: str, paramete
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "problem"),
     [
         ("raises", "KeyError: 'no such judge'"),
         ("verl_without_score", "a dict with 'score'"),
@@ -477,9 +475,9 @@ async def test_other_parameters_are_refused_at_the_start(function: str, paramete
         ("trl_of_a_column", "the task has no 'difficulty'"),
     ],
 )
-async def test_errors_name_the_line_of_the_function(function: str, why: str) -> None:
+async def test_errors_name_the_line_of_the_function(function: str, problem: str) -> None:
     async with scoring(function, retries=0) as grader:
-        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+        with pytest.raises(RewardError, match=re.escape(problem)) as caught:
             await grader.score(rollout("5"), task())
     first = getattr(reward_functions, function).__code__.co_firstlineno
     named = re.search(rf"\({re.escape(reward_functions.__file__)}:(\d+)\)$", str(caught.value))
@@ -488,7 +486,7 @@ async def test_errors_name_the_line_of_the_function(function: str, why: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "why"),
+    ("function", "answer", "problem"),
     [
         ("math", "72", None),
         ("math", r"\frac{1}{2}", None),
@@ -503,15 +501,15 @@ async def test_errors_name_the_line_of_the_function(function: str, why: str) -> 
     ],
 )
 async def test_references_that_no_answer_equals(
-    function: str, answer: str, why: str | None
+    function: str, answer: str, problem: str | None
 ) -> None:
     name = function if function in ("math", "exact") else f"{FUNCTIONS}:{function}"
     row = Task("1", "What?", answer, source_line="data.jsonl: line 3")
     for settings in (RewardSettings(function=name), RewardSettings(function=name, retries=0)):
-        if why is None:
+        if problem is None:
             await require_references(settings, [row])
         else:
-            with pytest.raises(DataError, match=rf"^data.jsonl: line 3: .*{re.escape(why)}"):
+            with pytest.raises(DataError, match=rf"^data.jsonl: line 3: .*{re.escape(problem)}"):
                 await require_references(settings, [row])
 
 
@@ -525,7 +523,7 @@ async def test_first_thousand_references_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "problem"),
     [
         ("raises", "reward_functions.py:41) (3 tries)"),
         ("crashes", "the process ended by SIGSEGV"),
@@ -535,9 +533,9 @@ async def test_first_thousand_references_are_checked() -> None:
     ],
 )
 @pytest.mark.full
-async def test_function_that_fails_is_an_error_and_never_a_reward(function: str, why: str) -> None:
+async def test_function_that_fails_is_error_and_never_a_reward(function: str, problem: str) -> None:
     async with scoring(function, retries=2) as grader:
-        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+        with pytest.raises(RewardError, match=re.escape(problem)) as caught:
             await grader.score(rollout(), task())
         assert f"{FUNCTIONS}:{function}: task task-1: " in str(caught.value)
 
@@ -619,37 +617,11 @@ async def test_function_of_this_process_that_fails() -> None:
             await grader.score(rollout(), task())
 
 
-Said = dict[str, Any] | CallStatus | SandboxError
-"""What a program says of a puzzle; how it ended while it scored; what the sandbox raised."""
-
-
-class FakePool:
-    """Answers as the sandbox does; `gets_far`: to where the answer is scored."""
-
-    def __init__(self, *said: Said, gets_far: bool = True) -> None:
-        self.gets_far = gets_far
-        self.said = list(said)
-        self.asked: list[dict[str, Any]] = []
-
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
-        await anyio.lowlevel.checkpoint()
-        requests = json.loads(stdin)
-        self.asked.append(requests)
-        stated = self.said.pop(0)
-        if isinstance(stated, SandboxError):
-            raise stated
-        started = f"\n{requests['mark']} scores\n" if self.gets_far else ""
-        if isinstance(stated, CallStatus):
-            return CallResult(0, stated, stdout=started, stderr="no luck")
-        mark = requests["mark"] if stated else "not the mark"
-        return CallResult(0, CallStatus.OK, stdout=f"{started}\n{mark} {json.dumps(stated)}\n")
-
-
 PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
 
 
 @pytest.mark.parametrize(
-    ("said", "value", "why"),
+    ("stated", "value", "problem"),
     [
         ({"score": 1.0}, 1.0, "countdown scores it 1"),
         ({"score": 0.99}, 0.0, "countdown scores it 0.99"),
@@ -662,44 +634,44 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
         (CallStatus.KILLED, 0.0, "it ended the process that scored it (killed)"),
         (CallStatus.ERROR, 0.0, "it ended the process that scored it (error)"),
         (CallStatus.OUTPUT_LIMIT, 0.0, "it ended the process that scored it (output_limit)"),
-        (
-            CallStatus.SANDBOX_ERROR,
-            None,
-            "the sandbox call ended with status sandbox_error: no luck (2 tries)",
-        ),
-        (
-            CallStatus.OVERLOADED,
-            None,
-            "the sandbox call ended with status overloaded: no luck (2 tries)",
-        ),
+        (CallStatus.SANDBOX_ERROR, None,
+         "the sandbox call ended with status sandbox_error: no luck (2 tries)"),
+        (CallStatus.OVERLOADED, None,
+         "the sandbox call ended with status overloaded: no luck (2 tries)"),
         (SandboxUnavailable("gone"), None, "SandboxUnavailable: gone (2 tries)"),
     ],
-)
-async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
+)  # fmt: skip
+async def test_puzzles_are_scored_in_the_sandbox(
+    stated: Said, value: float | None, problem: str
+) -> None:
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
-    pool = FakePool(said, said)
+    pool = scoring_pool(stated, stated)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
         )
     assert (result.value, result.answer) == (value, "1+1")
-    assert why in result.reason
-    assert pool.asked[0] | {"mark": ""} == {"puzzle": PUZZLE, "answer": "1+1", "mark": ""}
+    assert problem in result.reason
+    assert json.loads(pool.asked[0][1]) | {"mark": ""} == {
+        "puzzle": PUZZLE,
+        "answer": "1+1",
+        "mark": "",
+    }
 
 
-@pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
-async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(how: CallStatus) -> None:
-    pool = FakePool(how, how, gets_far=False)
+@pytest.mark.parametrize("ending", [status for status in CallStatus if status is not CallStatus.OK])
+async def test_sandbox_failure_before_scoring_is_not_the_answers_fault(ending: CallStatus) -> None:
+    pool = scoring_pool(ending, ending, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
         )
     assert (result.value, result.answer) == (None, "1+1")
-    assert f"the sandbox call ended with status {how}: no luck (2 tries)" in result.reason
+    assert f"the sandbox call ended with status {ending}: no luck (2 tries)" in result.reason
 
 
 async def test_scorer_that_was_slow_once_has_a_second_try() -> None:
-    pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
+    pool = scoring_pool(CallStatus.TIMEOUT, {"score": 1})
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         result = await grader.score(
             rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE)
@@ -716,7 +688,7 @@ async def test_puzzles_own_answer_needs_no_scorer() -> None:
 
 
 async def test_sandbox_without_the_package_is_an_error() -> None:
-    pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
+    pool = scoring_pool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         with pytest.raises(SettingsError, match="reasoning-gym is not installed in the sandbox"):
             await grader.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))

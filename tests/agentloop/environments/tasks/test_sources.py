@@ -46,7 +46,7 @@ def opened(path: Path, kind: Any = "jsonl", cursor: Any = None, **settings: Any)
     return TaskSource.open(TasksSettings(kind=kind, paths=[path], **settings), cursor)
 
 
-def one(tmp_path: Path, row: Any, **settings: Any) -> Task:
+def only_task(tmp_path: Path, row: Any, **settings: Any) -> Task:
     return next(opened(jsonl(tmp_path / "data.jsonl", [row]), **settings))
 
 
@@ -65,7 +65,7 @@ def verl(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("prompt", ["prompt", "problem", "question"])
 @pytest.mark.parametrize("answer", ["answer", "ground_truth"])
 def test_rows_of_text(tmp_path: Path, prompt: str, answer: str) -> None:
-    task = one(tmp_path, {prompt: "What is 1+1?", answer: " 2 ", "level": "Level 3"})
+    task = only_task(tmp_path, {prompt: "What is 1+1?", answer: " 2 ", "level": "Level 3"})
     assert (task.prompt, task.answer, task.level) == ("What is 1+1?", "2", 3)
     assert task.source == "data"
     assert task.extra == {}
@@ -73,14 +73,16 @@ def test_rows_of_text(tmp_path: Path, prompt: str, answer: str) -> None:
 
 def test_rows_of_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    task = one(tmp_path, {"messages": messages, "answer": 2}, template="Q: {problem}", system="No.")
+    task = only_task(
+        tmp_path, {"messages": messages, "answer": 2}, template="Q: {problem}", system="No."
+    )
     assert (task.prompt, task.answer) == (messages, "2")
 
 
 def test_conversations_with_the_same_last_message_differ(tmp_path: Path) -> None:
-    def task(*said: tuple[str, str]) -> Task:
-        messages = [{"role": role, "content": content} for role, content in said]
-        return one(tmp_path, {"messages": messages, "answer": 2})
+    def task(*turns: tuple[str, str]) -> Task:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return only_task(tmp_path, {"messages": messages, "answer": 2})
 
     last = ("user", "And twice that?")
     first = task(("user", "1+1?"), ("assistant", "2"), last)
@@ -88,41 +90,39 @@ def test_conversations_with_the_same_last_message_differ(tmp_path: Path) -> None
     assert len({first.id, second.id, task(last).id}) == 3
     assert first == task(("user", "1+1?"), ("assistant", "2"), last)
     # A question alone is the problem itself; another system message makes it another task.
-    plain = one(tmp_path, {"problem": "And twice  that?", "answer": 2})
+    plain = only_task(tmp_path, {"problem": "And twice  that?", "answer": 2})
     introduced = task(("system", "Be brief."), last)
     assert plain.id == task(last).id != introduced.id
     assert problem_of(plain) == problem_of(introduced)
 
 
 def test_rows_of_verl(tmp_path: Path) -> None:
-    task = one(tmp_path, verl(7))
+    task = only_task(tmp_path, verl(7))
     assert (task.answer, task.source, task.extra) == ("7", "dapo", {"index": 7})
     assert task.prompt == [{"role": "user", "content": "What is 7?"}]
 
 
 def test_numbers_as_answers(tmp_path: Path) -> None:
     for inputs_, answer in [(25, "25"), (25.0, "25"), (0, "0"), (0.5, "0.5"), (-1, "-1")]:
-        assert one(tmp_path, {"problem": "x?", "answer": inputs_}).answer == answer
+        assert only_task(tmp_path, {"problem": "x?", "answer": inputs_}).answer == answer
 
 
 def test_prompt_around_a_problem(tmp_path: Path) -> None:
     row = {"problem": "What is {1}?", "answer": 1}
-    made = one(tmp_path, row, template="{problem} Use \\boxed{}.", system="Be brief.")
+    made = only_task(tmp_path, row, template="{problem} Use \\boxed{}.", system="Be brief.")
     assert made.prompt == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is {1}? Use \\boxed{}."},
     ]
-    assert made.id == one(tmp_path, row).id
+    assert made.id == only_task(tmp_path, row).id
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
+    ("row", "problem"),
     [
         ([1, 2], "expected an object, got list"),
-        (
-            {"answer": 1},
-            "one of the fields 'messages', 'prompt', 'problem', 'question' is required",
-        ),
+        ({"answer": 1},
+         "one of the fields 'messages', 'prompt', 'problem', 'question' is required"),
         (
             {"problem": "x?"},
             "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth', 'target', "
@@ -134,10 +134,8 @@ def test_prompt_around_a_problem(tmp_path: Path) -> None:
         ({"prompt": [], "answer": 1}, "field 'prompt': expected text or messages, got list"),
         ({"prompt": ["x"], "answer": 1}, "field 'prompt': message 1: 'role' and 'content'"),
         ({"prompt": [{"role": "user", "content": 1}], "answer": 1}, "message 1: 'role' and"),
-        (
-            {"messages": [{"role": "assistant", "content": "2"}], "answer": 1},
-            "field 'messages': the last message must have the role 'user', not 'assistant'",
-        ),
+        ({"messages": [{"role": "assistant", "content": "2"}], "answer": 1},
+         "field 'messages': the last message must have the role 'user', not 'assistant'"),
         ({"problem": "x?", "answer": [1]}, "field 'answer': expected text or a number"),
         ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
         ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
@@ -150,19 +148,15 @@ def test_prompt_around_a_problem(tmp_path: Path) -> None:
         ({"problem": "x?", "answer": 1, "extra_info": 3}, "field 'extra_info': expected an object"),
         ({"problem": "x\ud800?", "answer": 1}, "field 'problem' contains a lone surrogate"),
         ({"problem": "x?", "answer": "\udc00"}, "field 'answer' contains a lone surrogate"),
-        (
-            {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
-            "field 'prompt' contains a lone",
-        ),
-        (
-            {"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}},
-            "field 'extra_info' contains a lone",
-        ),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
+         "field 'prompt' contains a lone"),
+        ({"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}},
+         "field 'extra_info' contains a lone"),
     ],
-)
-def test_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
+)  # fmt: skip
+def test_bad_row_is_named(tmp_path: Path, row: Any, problem: str) -> None:
     path = jsonl(tmp_path / "data.jsonl", [*rows(2), row])
-    with pytest.raises(DataError, match=re.escape(f"{path}: line 3: ") + ".*" + re.escape(why)):
+    with pytest.raises(DataError, match=re.escape(f"{path}: line 3: ") + ".*" + re.escape(problem)):
         opened(path)
 
 
@@ -198,16 +192,16 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_answers_of_known_data_sets(tmp_path: Path, row: Any, answer: str) -> None:
-    assert one(tmp_path, row).answer == answer
+    assert only_task(tmp_path, row).answer == answer
 
 
 def test_columns_that_settings_name(tmp_path: Path) -> None:
     row = {"Problem": "x?", "problem": "no", "meta": {"gold": 4}, "answer": 5}
     named = {"problem": "Problem", "answer": "meta.gold"}
-    task = one(tmp_path, row, fields=named)
+    task = only_task(tmp_path, row, fields=named)
     assert (task.prompt, task.answer) == ("x?", "4")
     with pytest.raises(DataError, match=r"the field 'gold' is required; the line has 'meta', 'x'"):
-        one(tmp_path, {"x": "?", "meta": 1}, fields={"problem": "x", "answer": "gold"})
+        only_task(tmp_path, {"x": "?", "meta": 1}, fields={"problem": "x", "answer": "gold"})
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     (task,) = take(opened(path, "parquet", fields=named), 1)
@@ -215,7 +209,7 @@ def test_columns_that_settings_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "problem"),
     [
         (b"problem,answer\nx?,1\n", "it looks like CSV, with the columns 'problem,answer'"),
         (b"problem\tanswer\nx?\t1\n", "it looks like tab-separated values"),
@@ -230,12 +224,12 @@ def test_columns_that_settings_name(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08\x00", "it is compressed"),
     ],
 )
-def test_other_formats_are_recognized(tmp_path: Path, content: bytes, why: str) -> None:
+def test_other_formats_are_recognized(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "data"
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         opened(path)
-    assert str(caught.value).startswith(f"{path}: {why}")
+    assert str(caught.value).startswith(f"{path}: {problem}")
     assert "one JSON object per line is wanted, such as" in str(caught.value)
 
 
@@ -511,7 +505,7 @@ def test_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "problem"),
     [
         ({"kind": "jsonl"}, "paths: required by the kind 'jsonl'"),
         ({"kind": "huggingface"}, "name: required by the kind 'huggingface'"),
@@ -521,8 +515,8 @@ def test_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
         ({"template": "What?"}, "must contain {problem}"),
     ],
 )
-def test_inconsistent_settings_are_rejected(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(pydantic.ValidationError, match=re.escape(why)):
+def test_inconsistent_settings_are_rejected(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=re.escape(problem)):
         TasksSettings(**settings)
 
 

@@ -53,7 +53,6 @@ def test_dialogues_are_deterministic() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.anyio
 @pytest.mark.timeout(120)
 @pytest.mark.full
 async def test_results_are_those_of_the_sandbox() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,9 +15,8 @@ import pytest
 from agentloop.errors import ServerError, ServerStartError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings
+from tests.fakes import RecordedClients
 from tests.support import eventually
-
-pytestmark = pytest.mark.anyio
 
 
 class Process:
@@ -56,48 +56,16 @@ class Process:
             self.die("was killed")
 
 
-class Clients:
-    """Records the calls."""
-
-    def __init__(self, *others: str) -> None:
-        self.calls: list[str] = []
-        self.dead: set[str] = set()
-        self.disabled: set[str] = set()
-        self.known = set(others)
-        self.may_start = anyio.Event()
-        self.may_start.set()
-
-    @asynccontextmanager
-    async def starting(self) -> AsyncIterator[None]:
-        await self.may_start.wait()
-        yield
-
-    def mark_exited(self, url: str, reason: str) -> None:
-        self.calls.append(f"{url} exited: {reason}")
-
-    def mark_restarting(self, url: str) -> None:
-        self.calls.append(f"{url} restarting")
-
-    def is_dead(self, url: str) -> bool:
-        return url in self.dead
-
-    def is_enabled(self, url: str) -> bool:
-        return url not in self.disabled
-
-    def give_up(self, url: str) -> bool:
-        self.calls.append(f"{url} given up")
-        self.disabled.add(url)
-        return bool(self.known - self.disabled)
-
-
-async def keep(clients: Clients, *processes: Process, **options: float) -> None:
+async def keep(clients: RecordedClients, *processes: Process, **options: float) -> None:
     clients.known |= {process.url for process in processes}
     settings = ServerSettings(**options)
     await keep_alive(cast("list[ServerProcess]", processes), settings, clients)
 
 
 @asynccontextmanager
-async def keeping(clients: Clients, *processes: Process, **options: float) -> AsyncIterator[None]:
+async def keeping(
+    clients: RecordedClients, *processes: Process, **options: float
+) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
 
         async def run() -> None:
@@ -109,7 +77,7 @@ async def keeping(clients: Clients, *processes: Process, **options: float) -> As
 
 
 async def test_server_that_dies_is_restarted_and_its_clients_know_first() -> None:
-    a, b, clients = Process("a"), Process("b"), Clients()
+    a, b, clients = Process("a"), Process("b"), RecordedClients()
     async with keeping(clients, a, b):
         a.die("exit status 1\nthe log's tail")
         await eventually(lambda: a.alive)
@@ -118,7 +86,7 @@ async def test_server_that_dies_is_restarted_and_its_clients_know_first() -> Non
 
 
 async def test_dead_server_restarts_after_the_learner_frees_the_gpus() -> None:
-    process, clients = Process("a"), Clients()
+    process, clients = Process("a"), RecordedClients()
     clients.may_start = anyio.Event()
     async with keeping(clients, process):
         process.die("killed")
@@ -130,7 +98,7 @@ async def test_dead_server_restarts_after_the_learner_frees_the_gpus() -> None:
 
 
 async def test_server_that_was_retired_stays_dead() -> None:
-    process, clients = Process("a"), Clients()
+    process, clients = Process("a"), RecordedClients()
     clients.disabled.add("a")
     async with keeping(clients, process):
         process.die("ended")
@@ -139,8 +107,8 @@ async def test_server_that_was_retired_stays_dead() -> None:
     assert process.num_starts == 0
 
 
-async def test_last_server_given_up_is_an_error_with_its_log() -> None:
-    a, b, clients = Process("a"), Process("b"), Clients()
+async def test_last_server_given_up_is_error_with_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    a, b, clients = Process("a"), Process("b"), RecordedClients()
     a.die("killed")
     b.die("exit status 7\nout of memory")
     with pytest.RaisesGroup(
@@ -148,11 +116,12 @@ async def test_last_server_given_up_is_an_error_with_its_log() -> None:
     ):
         await keep(clients, a, b, max_restarts=0)
     assert {"a given up", "b given up"} <= set(clients.calls)
+    assert {"giving up a", "giving up b"} <= set(re.findall("giving up [ab]", caplog.text))
     assert a.num_starts == b.num_starts == 0
 
 
 async def test_servers_of_others_are_enough() -> None:
-    process, clients = Process("a"), Clients("elsewhere")
+    process, clients = Process("a"), RecordedClients("elsewhere")
     async with keeping(clients, process, max_restarts=0):
         process.die("ended")
         await eventually(lambda: clients.calls[-1:] == ["a given up"])
@@ -160,7 +129,7 @@ async def test_servers_of_others_are_enough() -> None:
 
 
 async def test_restart_that_fails_is_cleaned_up_and_counts() -> None:
-    process, clients = Process("a", ServerStartError("exit status 3")), Clients()
+    process, clients = Process("a", ServerStartError("exit status 3")), RecordedClients()
     process.die("killed")
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
         await keep(clients, process, max_restarts=1)
@@ -174,7 +143,7 @@ async def test_restart_that_fails_is_cleaned_up_and_counts() -> None:
 
 
 async def test_unresponsive_server_is_killed_and_restarted() -> None:
-    process, clients = Process("a"), Clients()
+    process, clients = Process("a"), RecordedClients()
     clients.dead.add("a")
     async with keeping(clients, process, unresponsive_s=0.02):
         await eventually(lambda: process.num_stops == 1)
@@ -184,7 +153,7 @@ async def test_unresponsive_server_is_killed_and_restarted() -> None:
 
 
 async def test_server_need_not_answer_while_it_starts() -> None:
-    process, clients = Process("a"), Clients()
+    process, clients = Process("a"), RecordedClients()
     process.may_start = anyio.Event()
     clients.dead.add("a")
     ticks = 0

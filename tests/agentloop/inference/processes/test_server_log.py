@@ -20,16 +20,10 @@ def path(tmp_path: Path) -> Path:
         ("", 3, ["ended with exit status 3."]),
         ("", 139, ["was killed by SIGSEGV."]),
         ("", 255, ["ended with exit status 255."]),
-        (
-            "",
-            137,
-            ["was killed by SIGKILL.", "If nobody killed it, the machine ran out of memory."],
-        ),
-        (
-            "ValueError: no\n[2026-01-01] kill_process_tree called: 1",
-            137,
-            ["gave up.", "ValueError: no"],
-        ),
+        ("", 137,
+         ["was killed by SIGKILL.", "If nobody killed it, the machine ran out of memory."]),
+        ("ValueError: no\n[2026-01-01] kill_process_tree called: 1", 137,
+         ["gave up.", "ValueError: no"]),
         (
             "ValueError: first\n  ValueError: indented\ntorch.OutOfMemoryError: CUDA out of memory",
             1,
@@ -49,11 +43,8 @@ def path(tmp_path: Path) -> Path:
                 "`python -m agentloop.inference.install`.",
             ],
         ),
-        (
-            "[2026-01-01] Responses disabled (ModuleNotFoundError: No module named 'harmony')",
-            137,
-            ["was killed by SIGKILL.", "If nobody killed it, the machine ran out of memory."],
-        ),
+        ("[2026-01-01] Responses disabled (ModuleNotFoundError: No module named 'harmony')", 137,
+         ["was killed by SIGKILL.", "If nobody killed it, the machine ran out of memory."]),
         (
             "[2026-01-01] Subprocess scheduler_0 (pid=4) crashed with exit code -9. Cleanup",
             137,
@@ -64,7 +55,7 @@ def path(tmp_path: Path) -> Path:
             ],
         ),
     ],
-)
+)  # fmt: skip
 def test_ending(path: Path, text: str, status: int, expected: list[str]) -> None:
     path.write_text(text)
     assert ServerLog(path).ending(status).splitlines() == expected

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from agentloop.inference.processes.supervise import (
     require_device,
     running,
 )
+from tests.fakes import RecordedClients
 from tests.patience import patient
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc"),
 ]
@@ -108,7 +108,6 @@ class Stub:
         return [*processes, *(path for path in self.files if path.exists())]
 
 
-@pytest.mark.anyio
 async def test_home_that_cannot_be_written(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = "import os; print(os.environ['HOME'], os.environ['TMPDIR'], os.environ.get('HF_HOME'))"
@@ -147,6 +146,10 @@ async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> Non
 def quiet(_: str) -> None: ...
 
 
+def run(*stubs: Stub) -> AbstractAsyncContextManager[list[ServerProcess]]:
+    return running([stub.launch for stub in stubs], on_progress=quiet)
+
+
 @pytest.fixture
 def stub(tmp_path: Path) -> Stub:
     return Stub(tmp_path / "stub")
@@ -165,7 +168,7 @@ async def test_is_ready_then_leaves_nothing(stub: Stub) -> None:
 
 async def test_leaves_nothing_when_the_body_raises(stub: Stub) -> None:
     with pytest.raises(KeyError, match="ours"):
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise KeyError("ours")
     assert stub.left == []
 
@@ -176,7 +179,7 @@ async def test_leaves_nothing_when_cancelled_while_it_starts(tmp_path: Path) -> 
     async with anyio.create_task_group() as tasks:
 
         async def start() -> None:
-            async with running([stub.launch], on_progress=quiet):
+            async with run(stub):
                 raise AssertionError("it was never ready")
 
         tasks.start_soon(start)
@@ -199,14 +202,14 @@ async def test_cancelled_while_the_guardian_is_forked(
 
     monkeypatch.setattr(supervise, "_spawn", slow_spawn)
     with anyio.CancelScope() as scope:
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it was cancelled")
     assert spawned[0].returncode is not None
 
 
 async def test_server_gets_sigterm_if_there_is_a_stop_timeout(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", stop_timeout_s=10.0)
-    async with running([stub.launch], on_progress=quiet):
+    async with run(stub):
         pass
     assert stub.record.with_suffix(".json.terminated").exists()
     assert stub.left == []
@@ -226,7 +229,7 @@ sys.exit(3)
 """
     stub = Stub(tmp_path / "stub", script)
     with pytest.raises(ServerStartError) as caught:
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it died")
     message, _, tail = str(caught.value).partition("The end of its log")
     assert "stub ended with exit status 3" in message
@@ -243,7 +246,7 @@ sys.exit(3)
 async def test_death_by_a_signal_is_named(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(ServerStartError, match="was killed by SIGKILL") as caught:
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it died")
     assert "ran out of memory" in str(caught.value)
     assert "(it is empty)" in str(caught.value)
@@ -262,7 +265,7 @@ async def test_server_that_dies_while_starting_stops_the_others(tmp_path: Path) 
     waits = f"import os, time\nwhile not os.path.exists({str(good.record)!r}): time.sleep(0.01)\n"
     bad = Stub(tmp_path / "bad", waits + "raise SystemExit('no luck')")
     with pytest.raises(ServerStartError, match="no luck"):
-        async with running([good.launch, bad.launch], on_progress=quiet):
+        async with run(good, bad):
             raise AssertionError("one died")
     assert good.left == []
 
@@ -276,7 +279,7 @@ async def test_start_that_takes_too_long(tmp_path: Path) -> None:
 
 
 async def test_later_death_is_reported(stub: Stub) -> None:
-    async with running([stub.launch], on_progress=quiet) as [server]:
+    async with run(stub) as [server]:
         os.kill(stub.pids[0], signal.SIGKILL)
         with anyio.fail_after(patient(30)):
             reason = await server.wait_dead()
@@ -287,7 +290,7 @@ async def test_later_death_is_reported(stub: Stub) -> None:
 
 
 async def test_server_does_not_outlive_its_guardian(stub: Stub) -> None:
-    async with running([stub.launch], on_progress=quiet) as [server]:
+    async with run(stub) as [server]:
         os.kill(_stat(stub.pids[0])[1], signal.SIGKILL)
         await until(lambda: not _runs(stub.pids[0]))
         await until(lambda: not server.alive)
@@ -503,53 +506,24 @@ def test_process_describes_itself(stub: Stub) -> None:
     assert (server.log_path, server.pid) == (stub.launch.log_path, None)
 
 
-class Seen:
-    """Records the calls of `keep_alive`."""
-
-    def __init__(self) -> None:
-        self.exits: list[tuple[str, str]] = []
-        self.restarts: list[str] = []
-        self.dead: set[str] = set()
-        self.unwanted: set[str] = set()
-        self.others: set[str] = set()
-
-    def mark_exited(self, url: str, reason: str) -> None:
-        self.exits.append((url, reason))
-
-    def mark_restarting(self, url: str) -> None:
-        self.restarts.append(url)
-
-    def starting(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
-    def is_dead(self, url: str) -> bool:
-        return url in self.dead
-
-    def is_enabled(self, url: str) -> bool:
-        return url not in self.unwanted
-
-    def give_up(self, url: str) -> bool:
-        self.unwanted.add(url)
-        return bool(self.others - self.unwanted)
-
+class Clients(RecordedClients):
     async def keep(self, servers: list[ServerProcess], **options: Any) -> None:
-        self.others |= {server.url for server in servers}
+        self.known |= {server.url for server in servers}
         await keep_alive(servers, ServerSettings(**options), self)
 
 
 async def test_server_that_dies_is_started_again(stub: Stub) -> None:
-    clients = Seen()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    clients = Clients()
+    async with run(stub) as [server], anyio.create_task_group() as t:
         t.start_soon(clients.keep, [server])
         first = stub.pids
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         await until(lambda: server.alive and stub.pids != first and server.pid == stub.pids[0])
-        assert clients.exits == [(server.url, "stub was killed by SIGKILL.")]
-        assert clients.restarts == [server.url]
+        assert clients.calls == [
+            f"{server.url} exited: stub was killed by SIGKILL.",
+            f"{server.url} restarting",
+        ]
         assert not any(map(_runs, first))
         assert server.log_path.with_name(server.log_path.name + ".previous").exists()
         await until(lambda: _listens(server.url))
@@ -558,16 +532,13 @@ async def test_server_that_dies_is_started_again(stub: Stub) -> None:
 
 
 async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
-    clients = Seen()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    clients = Clients()
+    async with run(stub) as [server], anyio.create_task_group() as t:
         first = stub.pids
         os.kill(first[0], signal.SIGSTOP)
         clients.dead.add(server.url)
         t.start_soon(partial(clients.keep, [server], unresponsive_s=0.1))
-        await until(lambda: clients.restarts)
+        await until(lambda: len(clients.calls) >= 2)
         clients.dead.clear()
         await until(lambda: _listens(server.url))
         assert not any(map(_runs, first))
@@ -575,78 +546,13 @@ async def test_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
     assert stub.left == []
 
 
-async def test_giving_up_servers_is_logged_and_raises_for_the_last(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stubs = [Stub(tmp_path / name) for name in "ab"]
-    clients = Seen()
-    async with running([stub.launch for stub in stubs], on_progress=quiet) as servers:
-        with pytest.RaisesGroup(
-            pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="no server is left"))
-        ):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(clients.keep, servers, max_restarts=0))
-                for server in servers:
-                    assert server.pid is not None
-                    os.kill(server.pid, signal.SIGKILL)
-                    await until(lambda: f"giving up {server.url}" in caplog.text)  # noqa: B023
-                    await until(lambda: not server.alive)  # noqa: B023
-                    if server is servers[-1]:
-                        await anyio.sleep_forever()
-    assert clients.restarts == []
-
-
-async def test_unwanted_server_stays_dead(stub: Stub) -> None:
-    clients = Seen()
-    async with running([stub.launch], on_progress=quiet) as [server]:
-        clients.unwanted.add(server.url)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(clients.keep, [server])
-            await until(lambda: clients.exits)
-            tasks.cancel_scope.cancel()
-    assert clients.restarts == []
-
-
-async def test_healthy_servers_of_others_keep_the_runtime_alive(stub: Stub) -> None:
-    clients = Seen()
-    clients.others.add("http://elsewhere")
-    async with running([stub.launch], on_progress=quiet) as [server]:
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(clients.keep, [server], max_restarts=0))
-            await until(lambda: server.url in clients.unwanted)
-            tasks.cancel_scope.cancel()
-
-
-async def test_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
-    """The server starts once; after that it exits immediately."""
-    once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
-    stub = Stub(tmp_path / "stub", once)
-    clients = Seen()
-    with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
-        async with running([stub.launch], on_progress=quiet) as [server]:
-            assert server.pid is not None
-            os.kill(server.pid, signal.SIGKILL)
-            await clients.keep([server], max_restarts=1)
-    assert [ending for _, ending in clients.exits] == [
-        "stub was killed by SIGKILL.",
-        "stub ended with exit status 3.",
-    ]
-
-
 @pytest.mark.parametrize("obstacle", ["removed", "in the way"])
 @pytest.mark.full
 async def test_log_that_cannot_be_renamed_does_not_prevent_a_restart(
     stub: Stub, obstacle: str
 ) -> None:
-    clients = Seen()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    clients = Clients()
+    async with run(stub) as [server], anyio.create_task_group() as t:
         if obstacle == "removed":
             server.log_path.unlink()
         else:
@@ -664,19 +570,19 @@ async def test_log_that_cannot_be_renamed_does_not_prevent_a_restart(
 
 async def test_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub")
-    clients = Seen()
+    clients = Clients()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
-        async with running([stub.launch], on_progress=quiet) as [server]:
+        async with run(stub) as [server]:
             server.log_path.unlink()
             server.log_path.mkdir()
             server.log_path.with_name(server.log_path.name + ".previous").touch()
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
             await clients.keep([server], max_restarts=1)
-    assert len(clients.exits) == 2
+    assert sum(" exited: " in call for call in clients.calls) == 2
     assert stub.left == []
     with pytest.raises(ServerStartError, match="cannot be started"):
-        async with running([stub.launch], on_progress=quiet):
+        async with run(stub):
             raise AssertionError("it has no log")
 
 
@@ -685,17 +591,14 @@ async def test_slow_restart_is_not_killed(tmp_path: Path) -> None:
     """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)
-    clients = Seen()
-    async with (
-        running([stub.launch], on_progress=quiet) as [server],
-        anyio.create_task_group() as t,
-    ):
+    clients = Clients()
+    async with run(stub) as [server], anyio.create_task_group() as t:
         first = stub.pids
         os.kill(first[0], signal.SIGKILL)
         await until(lambda: not server.alive)
         clients.dead.add(server.url)
         t.start_soon(partial(clients.keep, [server], unresponsive_s=0.2))
-        await until(lambda: len(clients.exits) == 2)
+        await until(lambda: len(clients.calls) == 3)
         assert stub.pids != first, "it was killed before it was ready"
         t.cancel_scope.cancel()
     assert stub.left == []
@@ -705,7 +608,7 @@ async def test_another_program_has_its_port(tmp_path: Path) -> None:
     """The other program's answers are not even valid HTTP; only the start fails."""
     script = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(.5); sys.exit(3)\n"
     stub = Stub(tmp_path / "stub", script + STUB)
-    clients = Seen()
+    clients = Clients()
     nonsense = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"
     num_asked = 0
 
@@ -716,7 +619,7 @@ async def test_another_program_has_its_port(tmp_path: Path) -> None:
             await client.receive()
             await client.send(nonsense)
 
-    async with running([stub.launch], on_progress=quiet) as [server]:
+    async with run(stub) as [server]:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         await until(lambda: not server.alive)

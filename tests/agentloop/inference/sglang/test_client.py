@@ -20,8 +20,6 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import TurnEnd, VersionSpan
 from tests.support import FakeSGLang, Fault, eventually, logprob
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = [1, 2, 3]
 ANSWER = list(range(10, 22))
 

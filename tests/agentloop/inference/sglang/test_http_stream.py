@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from agentloop.inference.sglang.http_stream import PostStream, StreamBroken
 from tests.patience import patient
 
-pytestmark = pytest.mark.anyio
-
 GONE = (anyio.EndOfStream, anyio.BrokenResourceError)
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

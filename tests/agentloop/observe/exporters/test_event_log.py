@@ -22,11 +22,7 @@ from agentloop.events import (
     RolloutScored,
     TokensSampled,
 )
-from agentloop.observe.exporters.event_log import (
-    EventLog,
-    EventLogSettings,
-    read_events,
-)
+from agentloop.observe.exporters.event_log import EventLog, EventLogSettings, read_events
 from agentloop.trajectory import ToolCallStatus, ToolResult
 from tests.agentloop.observe import story
 from tests.patience import patient
@@ -60,7 +56,6 @@ def names(lines: Sequence[dict[str, Any]]) -> list[str]:
     return [line["event"] for line in lines]
 
 
-@pytest.mark.anyio
 async def test_run_is_read_back(tmp_path: Path) -> None:
     lines = await write_events(tmp_path, story.run())
     assert names(lines)[:4] == ["opened", "weights_loaded", "group_started", "rollout_started"]
@@ -91,14 +86,12 @@ async def test_run_is_read_back(tmp_path: Path) -> None:
     assert lines[-2]["row"] == story.STEP_ROW
 
 
-@pytest.mark.anyio
 async def test_tokens_are_not_written(tmp_path: Path) -> None:
     tokens: list[Event] = [TokensSampled("r", 0, [1, 2], "secret") for _ in range(100)]
     assert names(await write_events(tmp_path, tokens)) == ["opened"]
     assert b"secret" not in (tmp_path / "events.jsonl").read_bytes()
 
 
-@pytest.mark.anyio
 async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
     async with FrequentLog.open(tmp_path) as event_log:
         event_log.on_event(RolloutAbandoned("r"))
@@ -107,7 +100,6 @@ async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.anyio
 async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None:
     async def fail() -> None:
         async with FinalLog.open(tmp_path) as event_log:
@@ -123,7 +115,6 @@ async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None
     assert names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"] * 2
 
 
-@pytest.mark.anyio
 @given(cut=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
 async def test_line_cut_short_by_a_kill_is_skipped(
@@ -144,7 +135,6 @@ async def test_line_cut_short_by_a_kill_is_skipped(
     assert names(again[len(after) :]) == ["opened", "rollout_abandoned"]
 
 
-@pytest.mark.anyio
 async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +151,6 @@ async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     ]
 
 
-@pytest.mark.anyio
 async def test_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,7 +182,6 @@ async def test_full_disk_does_not_end_the_run(
     ]
 
 
-@pytest.mark.anyio
 async def test_slow_disk_does_not_block_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +203,6 @@ async def test_slow_disk_does_not_block_the_loop(
     assert len(list(read_events(tmp_path))) == 101
 
 
-@pytest.mark.anyio
 async def test_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
     for part in range(8):
         events: list[Event] = [RolloutAbandoned(f"{part}-{n:060}") for n in range(2000)]
@@ -229,7 +216,6 @@ async def test_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) ->
     assert numbers[0] > "1"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("text", ["\ud800", "a" * 10_000, '"\n\x00'])
 async def test_long_texts_of_a_model_are_cut(tmp_path: Path, text: str) -> None:
     result = ToolResult("c", text, ToolCallStatus.UNKNOWN_TOOL, "", 0, 0, 0)
@@ -243,7 +229,6 @@ async def test_long_texts_of_a_model_are_cut(tmp_path: Path, text: str) -> None:
     assert len((tmp_path / "events.jsonl").read_bytes().splitlines()) == 3
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("value", "read"),
     [
@@ -260,7 +245,6 @@ async def test_any_metrics_row_is_written(tmp_path: Path, value: object, read: o
     assert lines[-1]["row"] == {"value": read, "step": 3}
 
 
-@pytest.mark.anyio
 async def test_event_log_can_be_disabled(tmp_path: Path) -> None:
     assert await write_events(tmp_path, story.run(), EventLogSettings(max_mib=0)) == []
     assert os.listdir(tmp_path) == []

@@ -85,7 +85,6 @@ async def echo(text: str) -> str:
     return text
 
 
-@pytest.mark.anyio
 async def test_rollout_is_counted() -> None:
     metrics, chat = make_metrics(), chat_format()
     texts = [call_text("echo", {"text": "x"}) + call_text("nope", {}), "done"]

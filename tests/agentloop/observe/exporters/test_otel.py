@@ -34,7 +34,7 @@ from agentloop.observe.exporters.otel import (
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
 from tests.patience import patient
-from tests.support import eventually
+from tests.support import eventually, serving
 
 
 @dataclass
@@ -51,15 +51,9 @@ class Collector:
     async def serving(self) -> AsyncIterator[Collector]:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/traces", self._take)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as url:
+            self.url = url
             yield self
-        finally:
-            with anyio.move_on_after(5, shield=True):
-                await runner.cleanup()
 
     async def _take(self, request: web.Request) -> web.Response:
         body = await request.read()  # aiohttp has undone the compression
@@ -138,7 +132,6 @@ def ns(seconds: float) -> int:
     return round(story.BEGUN_UNIX_S * 1e9) + round(seconds * 1e9)
 
 
-@pytest.mark.anyio
 async def test_rollout_is_a_trace() -> None:
     collector, traces = await export_events(story.of_rollout(story.trajectory(), "1-task"))
     assert (traces.num_sent, traces.num_dropped) == (1, 0)
@@ -195,16 +188,11 @@ async def test_rollout_is_a_trace() -> None:
     }
     assert attributes(second)["gen_ai.usage.input_tokens"] == 11
     assert attributes(failed) == {
-        "gen_ai.operation.name": "execute_tool",
-        "gen_ai.tool.name": "python",
-        "gen_ai.tool.type": "function",
-        "gen_ai.tool.call.id": "c0",
-        "gen_ai.conversation.id": "1-task.0",
-        "error.type": "error",
-        "agentloop.turn": 0,
-        "agentloop.tool.status": "error",
-        "agentloop.tool.queued_s": 0.25,
-    }
+        "gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "python",
+        "gen_ai.tool.type": "function", "gen_ai.tool.call.id": "c0",
+        "gen_ai.conversation.id": "1-task.0", "error.type": "error", "agentloop.turn": 0,
+        "agentloop.tool.status": "error", "agentloop.tool.queued_s": 0.25,
+    }  # fmt: skip
     assert attributes(made_up)["gen_ai.tool.name"] == "unknown"
     assert [span.status.code for span in collector.spans] == [0, 0, 2, 2, 0]
     (resource,) = collector.requests[0].resource_spans
@@ -218,7 +206,6 @@ async def test_rollout_is_a_trace() -> None:
     assert scope.schema_url == "https://opentelemetry.io/schemas/1.41.1"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("flags", ["00", "01", "03"])
 async def test_callers_trace_is_continued(flags: str) -> None:
     trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -242,16 +229,11 @@ async def test_callers_trace_is_continued(flags: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        "",
-        "nonsense",
-        f"00-{'0' * 32}-{'1' * 16}-01",
-        f"00-{'1' * 32}-{'0' * 16}-01",
-        f"ff-{'1' * 32}-{'1' * 16}-01",
-        f"00-{'1' * 32}-{'1' * 16}-01-more",
-        f"00-{'A' * 32}-{'1' * 16}-01",
-        f"00-{'1' * 31}-{'1' * 16}-01",
+        "", "nonsense", f"00-{'0' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'0' * 16}-01",
+        f"ff-{'1' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'1' * 16}-01-more",
+        f"00-{'A' * 32}-{'1' * 16}-01", f"00-{'1' * 31}-{'1' * 16}-01",
     ],
-)
+)  # fmt: skip
 def test_invalid_traceparent_is_ignored(header: str) -> None:
     assert CallerSpan.parse(header) is None
 
@@ -262,7 +244,6 @@ def test_later_traceparent_version_may_have_more_fields() -> None:
     )
 
 
-@pytest.mark.anyio
 async def test_content_is_sent_only_if_enabled() -> None:
     record = story.trajectory()
     events = [
@@ -291,7 +272,6 @@ async def test_content_is_sent_only_if_enabled() -> None:
     assert root["agentloop.reward.reason"] == "1776 is right"
 
 
-@pytest.mark.anyio
 async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "_MAX_CONTENT_CHARS", 20)
     record = story.trajectory()
@@ -307,7 +287,6 @@ async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) 
     assert len(call["gen_ai.tool.call.arguments"]) <= 20
 
 
-@pytest.mark.anyio
 async def test_trace_waits_for_the_reward() -> None:
     record = story.trajectory()
     async with Collector().serving() as collector:
@@ -328,7 +307,6 @@ async def test_trace_waits_for_the_reward() -> None:
     assert rewards == {"other": 0.25, record.id: None}
 
 
-@pytest.mark.anyio
 async def test_failed_rollout_has_an_error_status() -> None:
     broken = story.trajectory(infrastructure=True)
     collector, _ = await export_events(story.of_rollout(broken))
@@ -346,7 +324,6 @@ async def test_failed_rollout_has_an_error_status() -> None:
     assert root.end_time_unix_nano == ns(3)
 
 
-@pytest.mark.anyio
 async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20secret")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
@@ -359,7 +336,6 @@ async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert resource_attributes["service.name"] == "mine"
 
 
-@pytest.mark.anyio
 async def test_share_of_the_rollouts_is_traced() -> None:
     events = [
         event
@@ -376,7 +352,6 @@ async def test_share_of_the_rollouts_is_traced() -> None:
     assert ids[0] == ids[1]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("status", "reason"), [(404, "Not Found"), (413, HTTPStatus(413).phrase)])
 async def test_refused_traces_are_counted_and_logged(
     status: int, reason: str, caplog: pytest.LogCaptureFixture
@@ -398,10 +373,7 @@ async def test_refused_traces_are_counted_and_logged(
     assert "dropped 2 (3 in total)" in later
 
 
-@pytest.mark.anyio
-async def test_unavailable_collector_does_not_block_the_loop(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_unavailable_collector_does_not_block_loop(caplog: pytest.LogCaptureFixture) -> None:
     async with Collector().serving() as collector:
         away = settings(collector)
     async with ImpatientTraces.open(away, model="small") as traces:
@@ -414,7 +386,6 @@ async def test_unavailable_collector_does_not_block_the_loop(
     assert "10 traces are already queued" in caplog.text
 
 
-@pytest.mark.anyio
 async def test_hanging_collector_does_not_delay_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
@@ -430,7 +401,6 @@ async def test_hanging_collector_does_not_delay_the_end() -> None:
         await eventually(lambda: traces.num_sent == 1)
 
 
-@pytest.mark.anyio
 async def test_without_an_endpoint_nothing_is_sent() -> None:
     async with Traces.open(OtelSettings(), model="small") as traces:
         for event in story.run():
@@ -438,7 +408,6 @@ async def test_without_an_endpoint_nothing_is_sent() -> None:
     assert (traces.num_sent, traces.num_dropped, traces._open) == (0, 0, {})
 
 
-@pytest.mark.anyio
 async def test_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(SettingsError, match=r"agentloop-rl\[otel\]"):

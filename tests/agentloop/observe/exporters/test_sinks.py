@@ -83,7 +83,6 @@ def rows(*steps: int) -> list[Measured]:
     return [Measured({"step": step, "reward": step / 10}) for step in steps]
 
 
-@pytest.mark.anyio
 async def test_sink_gets_the_numbers(tmp_path: Path) -> None:
     first, second = Fake(), Fake()
     row = {"step": 3, "reward": 0.5, "stage": 1, "name": "x", "none": None, "is": True, "list": [1]}
@@ -104,7 +103,6 @@ async def test_sink_gets_the_numbers(tmp_path: Path) -> None:
     assert sinks.num_dropped == 0
 
 
-@pytest.mark.anyio
 async def test_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow, healthy = Fake("log"), Fake()
     async with open_sinks(tmp_path, slow, healthy) as sinks:
@@ -123,7 +121,6 @@ async def test_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptur
     )
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
 async def test_sink_that_cannot_start_is_logged_once(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -139,7 +136,6 @@ async def test_sink_that_cannot_start_is_logged_once(
     assert len(caplog.records) == 3  # it, the first row, and all of them at the end
 
 
-@pytest.mark.anyio
 async def test_failing_sink_is_retried_with_the_next_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,11 +151,8 @@ async def test_failing_sink_is_retried_with_the_next_row(
     ]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("at", "num_dropped"), [("start", 2), ("log", 2), ("close", 0)])
-async def test_hanging_sink_does_not_delay_the_end(
-    at: str, num_dropped: int, tmp_path: Path
-) -> None:
+async def test_hanging_sink_does_not_delay_end(at: str, num_dropped: int, tmp_path: Path) -> None:
     hangs, healthy = Fake(at), Fake()
     with anyio.fail_after(patient(15)):
         async with open_sinks(tmp_path, hangs, healthy, ImpatientSinks) as sinks:
@@ -172,7 +165,6 @@ async def test_hanging_sink_does_not_delay_the_end(
     hangs.gate.set()
 
 
-@pytest.mark.anyio
 async def test_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
     first, second = Fake(), Fake()
     with anyio.move_on_after(0):
@@ -182,7 +174,6 @@ async def test_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
     assert [method for method, _ in first.told] == ["start", "log", "close"]
 
 
-@pytest.mark.anyio
 async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     async with Sinks.open(SinksSettings(), folder=tmp_path, run_name="", config={}) as sinks:
@@ -191,7 +182,6 @@ async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 async def test_package_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,10 +214,7 @@ def test_unknown_sink_is_rejected() -> None:
         ({"token": None, "secret": ""}, {"token": None, "secret": ""}),
         ({"max_response_tokens": 3, "eos_token": 2}, {"max_response_tokens": 3, "eos_token": 2}),
         ({"redis": "redis://me:pw@h:1/0"}, {"redis": "redis://***@h:1/0"}),
-        (
-            {"servers": ["http://a:b@c", "http://d"]},
-            {"servers": ["http://***@c", "http://d"]},
-        ),
+        ({"servers": ["http://a:b@c", "http://d"]}, {"servers": ["http://***@c", "http://d"]}),
         ({"folder": Path("runs"), 1: (2, 0.5)}, {"folder": "runs", "1": [2, 0.5]}),
         ({"x": pydantic.SecretStr("abc")}, {"x": "**********"}),
     ],

@@ -145,11 +145,11 @@ class LocalActor:
 
 @asynccontextmanager
 async def playing(
-    *players: Player, max_restarts: int = 3, said: list[str] | None = None
+    *players: Player, max_restarts: int = 3, log: list[str] | None = None
 ) -> AsyncIterator[RemoteRuntimes]:
     """Run a runtime for each player while the block is open."""
-    said = [] if said is None else said
-    runtimes = RemoteRuntimes(group_size=2, max_restarts=max_restarts, say=said.append)
+    log = [] if log is None else log
+    runtimes = RemoteRuntimes(group_size=2, max_restarts=max_restarts, say=log.append)
 
     def starting(player: Player) -> Callable[[], Any]:
         async def start() -> LocalActor:

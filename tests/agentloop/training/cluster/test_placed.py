@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,21 +21,16 @@ from agentloop.errors import ServerStartError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.supervise import Launch, ServerSettings, start_guarded
 from agentloop.models import SMALL
-from agentloop.training.cluster.placed import (
-    PlacedRun,
-    rank_launch,
-    sandbox_launch,
-    server_launch,
-)
+from agentloop.training.cluster.placed import PlacedRun, rank_launch, sandbox_launch, server_launch
 from agentloop.training.cluster.placement import ClusterNode, RunProcess, place, processes_of
 from agentloop.training.cluster.ray_cluster import MakeLaunch, RayCluster, Spot
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.launch import RanksSettings, Start, free_port
+from tests.fakes import RecordedClients
 from tests.support import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="the guardian looks at /proc"),
 ]
@@ -104,30 +98,6 @@ class FakeCluster:
         return made()
 
 
-class Watching:
-    """Clients of servers that only take note."""
-
-    def __init__(self) -> None:
-        self.exited: list[str] = []
-
-    def mark_exited(self, url: str, reason: str) -> None:
-        self.exited.append(url)
-
-    def mark_restarting(self, url: str) -> None: ...
-
-    def starting(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
-    def is_dead(self, url: str) -> bool:
-        return False
-
-    def is_enabled(self, url: str) -> bool:
-        return True
-
-    def give_up(self, url: str) -> bool:
-        return True
-
-
 def placed(
     fake: FakeCluster, settings: ClusterSettings | None = None, *, on_gpus: bool = False
 ) -> PlacedRun:
@@ -144,10 +114,8 @@ def placed(
 
 
 @pytest.mark.full
-async def test_restarted_server_keeps_its_url_only_on_the_same_node(
-    tmp_path: Path,
-) -> None:
-    fake, clients = FakeCluster(), Watching()
+async def test_restarted_server_keeps_its_url_only_on_the_same_node(tmp_path: Path) -> None:
+    fake, clients = FakeCluster(), RecordedClients()
     run = placed(fake)
     moves: list[tuple[str, str]] = []
 
@@ -174,7 +142,8 @@ async def test_restarted_server_keeps_its_url_only_on_the_same_node(
         assert first != server.url
         tasks.cancel_scope.cancel()
     assert [where for _, where, _ in fake.started] == ["b", "b", "a"]
-    assert clients.exited == [first, first]
+    exits = [call.split()[0] for call in clients.calls if " exited: " in call]
+    assert exits == [first, first]
 
 
 async def test_without_a_place_a_start_fails_with_what_is_missing(tmp_path: Path) -> None:

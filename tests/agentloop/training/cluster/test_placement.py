@@ -23,13 +23,8 @@ from agentloop.training.learner_client.launch import RanksSettings
 
 GIB = 1 << 30
 NODES = st.lists(
-    st.builds(
-        ClusterNode,
-        name=st.just(""),
-        num_cpus=st.integers(0, 32),
-        num_gpus=st.integers(0, 8),
-        memory_bytes=st.sampled_from([0, 16 * GIB, 64 * GIB]),
-    ),
+    st.builds(ClusterNode, name=st.just(""), num_cpus=st.integers(0, 32),
+        num_gpus=st.integers(0, 8), memory_bytes=st.sampled_from([0, 16 * GIB, 64 * GIB])),
     min_size=1,
     max_size=6,
 ).map(
@@ -37,7 +32,7 @@ NODES = st.lists(
         ClusterNode(f"node-{n}", node.num_cpus, node.num_gpus, node.memory_bytes)
         for n, node in enumerate(nodes)
     ]
-)
+)  # fmt: skip
 
 
 @st.composite
@@ -47,9 +42,7 @@ def runs(draw: st.DrawFn) -> list[RunProcess]:
     return processes_of(
         ClusterSettings(sandbox_hosts=draw(st.integers(0, 4)), runtimes=runtimes),
         ServerSettings(
-            count=count,
-            tp_size=draw(st.integers(1, 4)),
-            dp_size=draw(st.integers(1, 2)),
+            count=count, tp_size=draw(st.integers(1, 4)), dp_size=draw(st.integers(1, 2))
         ),
         RanksSettings(nodes=draw(st.integers(1, 3)), nproc_per_node=draw(st.integers(1, 8))),
         num_sandbox_cpus=draw(st.integers(1, 4)),

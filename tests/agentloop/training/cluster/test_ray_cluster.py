@@ -18,8 +18,6 @@ from agentloop.training.cluster.ray_cluster import ActorLost, RayCluster, Remote
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.learner_client.launch import Start
 
-pytestmark = pytest.mark.anyio
-
 PLACEMENT = Placement(RunProcess("runtime 1", ProcessKind.RUNTIME, 2), "node-2")
 
 
@@ -116,9 +114,7 @@ async def test_actor_that_does_not_start_is_killed() -> None:
     assert ray.killed == [actor]
 
 
-async def test_rank_shares_the_reserved_gpus_of_a_started_runtime(
-    tmp_path: Path,
-) -> None:
+async def test_rank_shares_the_reserved_gpus_of_a_started_runtime(tmp_path: Path) -> None:
     actor = actor_with(about=(distribution.version(), ("5", "7")), start=RayError("no"))
     cluster = OneActor(FakeRay(), actor)
     rank = Placement(RunProcess("rank 1", ProcessKind.RANK, 1, 1), "node-2", (1,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,15 @@ from tests.agentloop.training.cluster.player import Player, playing
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
-    RecordedReport,
     RecordingLearner,
     run_loop,
 )
 from tests.agentloop.training.weight_sync.test_local_copy import publish
+from tests.fakes import RecordedProgress
 from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +69,14 @@ async def synced(runtimes: RemoteRuntimes, folder: Path, version: int = 0) -> Sy
     return await runtimes.sync(PublishedFolder(str(version), folder), timeout_s=30)
 
 
-async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
-    actual: dict[str, RolledOut] = {}
+async def groups(
+    runtimes: RemoteRuntimes,
+    *names: str,
+    oldest: int = 0,
+    actual: dict[str, RolledOut] | None = None,
+) -> dict[str, RolledOut]:
+    """Roll groups out, put them into `actual`, and return it."""
+    actual = {} if actual is None else actual
 
     async def ask(name: str) -> None:
         task = Task(f"task-{name}", "What is 1 plus 2?", "3")
@@ -140,14 +147,10 @@ async def test_groups_of_a_lost_runtime_go_to_another(folder: Path) -> None:
     first, two, stated = Player("one"), Player("two"), list[str]()
     first.gate, two.capacity = anyio.Event(), anyio.Event()
     actual: dict[str, RolledOut] = {}
-    async with playing(first, two, said=stated) as runtimes:
+    async with playing(first, two, log=stated) as runtimes:
         result = await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1", "2", "3"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", "2", "3", actual=actual))
             await eventually(lambda: len(first.asked) == 3)
             first.actors[0].kill()
             two.capacity.set()
@@ -167,14 +170,10 @@ async def test_runtime_leaves_its_node_when_its_groups_are_complete(folder: Path
     first, two, lines = Player("one"), Player("two"), list[str]()
     first.gate, two.capacity = anyio.Event(), anyio.Event()
     actual: dict[str, RolledOut] = {}
-    async with playing(first, two, max_restarts=0, said=lines) as runtimes:
+    async with playing(first, two, max_restarts=0, log=lines) as runtimes:
         result = await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1", "2"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", "2", actual=actual))
             await eventually(lambda: len(first.asked) == 2)
             runtimes.leave("one")
             runtimes.leave("no such")
@@ -256,16 +255,12 @@ async def test_runtime_that_cannot_start_the_first_time_ends_the_run() -> None:
 
 async def test_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None:
     player, stated = Player("one"), list[str]()
-    async with playing(player, said=stated) as runtimes:
+    async with playing(player, log=stated) as runtimes:
         result = await synced(runtimes, folder)
         player.gate = anyio.Event()
         actual: dict[str, RolledOut] = {}
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", actual=actual))
             await eventually(lambda: bool(player.asked))
             player.died.set()
             await eventually(lambda: sum("ready" in line for line in stated) == 2)
@@ -280,7 +275,7 @@ async def test_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None
 async def test_runtimes_are_given_up_one_by_one(folder: Path) -> None:
     first, two, stated = Player("one"), Player("two"), list[str]()
     with pytest.raises(ServerError, match="no runtime is left: two: it was"):  # noqa: PT012
-        async with playing(first, two, max_restarts=0, said=stated) as runtimes:
+        async with playing(first, two, max_restarts=0, log=stated) as runtimes:
             await synced(runtimes, folder)
             first.actors[0].kill()
             await eventually(lambda: "one is given up: it was killed" in stated)
@@ -360,12 +355,8 @@ async def test_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: Pa
     actual: dict[str, RolledOut] = {}
     async with playing(first, two) as runtimes:
         await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", actual=actual))
             await eventually(lambda: bool(first.asked))
             first.fails = ServerError("the disk is full")
             two.capacity.set()
@@ -384,12 +375,8 @@ async def test_group_sampled_with_unknown_weights_goes_to_another_runtime(
     actual: dict[str, RolledOut] = {}
     async with playing(first, two) as runtimes:
         await synced(runtimes, folder)
-
-        async def ask() -> None:
-            actual.update(await groups(runtimes, "1"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(groups, runtimes, "1", actual=actual))
             await eventually(lambda: bool(first.asked))
             first.fails, first.sampled = ServerError("half of the servers have them"), "1"
             two.capacity.set()
@@ -401,7 +388,7 @@ async def test_group_sampled_with_unknown_weights_goes_to_another_runtime(
 async def test_runtime_with_other_weights_than_the_others_starts_again(folder: Path) -> None:
     first, two, odd, stated = Player("one"), Player("two"), Player("odd"), list[str]()
     odd.checksum = "another"
-    async with playing(first, two, odd, said=stated) as runtimes:
+    async with playing(first, two, odd, log=stated) as runtimes:
         came = await synced(runtimes, folder)
         assert came.failed == {"odd": "its weights differ: another"}
         await groups(runtimes, "1", "2", "3", "4")
@@ -454,9 +441,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
             yield runtimes, players
 
 
-async def test_runtimes_do_not_change_the_batches_of_a_run(
-    tmp_path: Path,
-) -> None:
+async def test_runtimes_do_not_change_the_batches_of_a_run(tmp_path: Path) -> None:
     """This holds even if one of them is killed with each step."""
     pytest.importorskip(
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
@@ -475,7 +460,7 @@ async def test_runtimes_do_not_change_the_batches_of_a_run(
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         rolling_out("one", "two") as (runtimes, players),
     ):
-        report = RecordedReport()
+        report = RecordedProgress()
         context = RunContext(
             LoopSettings(
                 steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2

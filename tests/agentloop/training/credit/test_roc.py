@@ -283,9 +283,7 @@ def test_infrastructure_failures_do_not_affect_the_other_traces(
 
 
 @given(GROUPS, settings())
-def test_released_form_keeps_the_cleanest_and_the_first(
-    group: list[Trace], settings: RocSettings
-) -> None:
+def test_released_form_keeps_cleanest_and_first(group: list[Trace], settings: RocSettings) -> None:
     settings = settings.model_copy(update={"form": "released"})
     choice = resample(group, settings, Random(0))
     for index, cause in choice.dropped.items():

@@ -19,11 +19,7 @@ from agentloop.config import load_settings
 from agentloop.errors import SettingsError
 from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.credit.grpo import group_advantages
-from agentloop.training.credit.rule import (
-    Aggregate,
-    RewardedRollout,
-    token_weights,
-)
+from agentloop.training.credit.rule import Aggregate, RewardedRollout, token_weights
 from agentloop.training.credit.settings import RULES, CreditSettings, assign
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.run.folder import RunFolder
@@ -116,9 +112,7 @@ def test_all_tokens_of_a_rollout_have_its_advantage(name: str) -> None:
         ("per_turn", "grpo", "group"),
     ],
 )
-def test_rules_name_the_learners_objective_and_mean(
-    name: str, objective: str, aggregate: str
-) -> None:
+def test_rules_name_learners_objective_and_mean(name: str, objective: str, aggregate: str) -> None:
     rule = CreditSettings(name=name).rule
     assert (rule.objective, rule.aggregate) == (objective, aggregate)
 

@@ -33,7 +33,6 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from tests.patience import patient
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),  # each rank and its guardian are interpreters that start
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]
@@ -106,6 +105,9 @@ for line in file:
 """
 
 
+REAL_COMMAND = learner_module._COMMAND
+
+
 class Echo(Reply):
     echo: dict[str, Any]
     pid: int
@@ -123,7 +125,11 @@ def played(op: str, **fields: Any) -> Played:
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks run the script above."""
+    file = tmp_path / "rank.py"
+    file.write_text(RANK)
+    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(file)))
     monkeypatch.setattr(learner_module, "_OTHERS_S", 1.0)
 
 
@@ -135,11 +141,8 @@ class PlayedSettings(LearnerSettings):
 
 @asynccontextmanager
 async def ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, count: int = 2, **settings: object
+    folder: Path, *, count: int = 2, **settings: object
 ) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
     async with start_learner(
         PlayedSettings.model_validate(settings),
         RanksSettings(nproc_per_node=count, start_timeout_s=50),
@@ -149,10 +152,8 @@ async def ranks(
         yield pair
 
 
-async def test_requests_are_answered_and_no_process_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with ranks(tmp_path, monkeypatch) as (learner, _):
+async def test_requests_are_answered_and_no_process_is_left(tmp_path: Path) -> None:
+    async with ranks(tmp_path) as (learner, _):
         answer = await learner.ask(played("step", batch="x"), timeout_s=30)
         assert answer.echo == {"op": "step", "batch": "x"}
         pid = answer.pid
@@ -163,11 +164,9 @@ async def test_requests_are_answered_and_no_process_is_left(
         os.kill(pid, 0)
 
 
-async def test_request_after_a_cancelled_one_gets_its_own_response(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_request_after_a_cancelled_one_gets_its_own_response(tmp_path: Path) -> None:
     may_end = tmp_path / "may_end"
-    async with ranks(tmp_path, monkeypatch, may_end=str(may_end)) as (learner, _):
+    async with ranks(tmp_path, may_end=str(may_end)) as (learner, _):
         for _ in range(2):
             with anyio.move_on_after(0.05):
                 await learner.ask(played("slow"), timeout_s=30)
@@ -177,55 +176,45 @@ async def test_request_after_a_cancelled_one_gets_its_own_response(
         assert answer.echo == {"op": "step", "batch": "x"}
 
 
-async def test_reply_that_is_not_of_the_protocol_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with ranks(tmp_path, monkeypatch) as (learner, _):
+async def test_reply_that_is_not_of_the_protocol_is_an_error(tmp_path: Path) -> None:
+    async with ranks(tmp_path) as (learner, _):
         with pytest.raises(LearnerError, match="saved: the learner's reply is invalid: echo: unkn"):
             await learner.ask(SavedRequest(), timeout_s=30)
 
 
-async def test_late_response_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ranks(tmp_path, monkeypatch) as (learner, _):
+async def test_late_response_is_an_error(tmp_path: Path) -> None:
+    async with ranks(tmp_path) as (learner, _):
         with pytest.raises(LearnerLost, match=r"hang: no response within 0\.1 s; logs in"):
             await learner.ask(played("hang"), timeout_s=0.1)
 
 
-async def test_rank_that_dies_says_which_and_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with ranks(tmp_path, monkeypatch) as (learner, processes):
+async def test_rank_that_dies_says_which_and_how(tmp_path: Path) -> None:
+    async with ranks(tmp_path) as (learner, processes):
         with pytest.raises(LearnerError, match="die: rank 0 ended with exit status 9"):
             await learner.ask(played("die"), timeout_s=30)
         with anyio.fail_after(patient(30)):
             assert "rank 0" in await processes.wait_dead()
 
 
-async def test_start_that_fails_ends_with_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_start_that_fails_ends_with_the_log(tmp_path: Path) -> None:
     with pytest.raises(LearnerError, match=r"exit status 3[\s\S]*out of luck"):
-        async with ranks(tmp_path, monkeypatch, dies=True):
+        async with ranks(tmp_path, dies=True):
             pass
 
 
 @pytest.mark.full
-async def test_start_fails_when_any_rank_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_start_fails_when_any_rank_dies(tmp_path: Path) -> None:
     with (
         anyio.fail_after(patient(40)),
         pytest.raises(LearnerError, match="rank 1 ended with exit status 3"),
     ):
-        async with ranks(tmp_path, monkeypatch, dies=True, rank=1, late=True):
+        async with ranks(tmp_path, dies=True, rank=1, late=True):
             pass
 
 
 @pytest.mark.full
-async def test_death_of_a_rank_is_a_single_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with ranks(tmp_path, monkeypatch) as (learner, processes):
+async def test_death_of_a_rank_is_a_single_error(tmp_path: Path) -> None:
+    async with ranks(tmp_path) as (learner, processes):
         with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
             await processes.while_alive(partial(learner.ask, played("die"), timeout_s=30))
         with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
@@ -240,7 +229,7 @@ async def test_first_of_several_dead_ranks_is_named(
     """Rank 0 reports the loss of a rank, and may end before that rank's end is noticed."""
     monkeypatch.setattr(learner_module, "_OTHERS_S", 8.0)
     follows = str(tmp_path / "go")
-    async with ranks(tmp_path, monkeypatch, follows=follows) as (learner, processes):
+    async with ranks(tmp_path, follows=follows) as (learner, processes):
         ask = partial(learner.ask, played("lose", ends=ends), timeout_s=30)
         with pytest.raises(LearnerError, match=r"rank 1 ended[\s\S]*the real reason") as caught:
             await (processes.while_alive(ask) if watched else ask())
@@ -251,7 +240,7 @@ async def test_first_of_several_dead_ranks_is_named(
 async def test_log_is_shown_if_no_rank_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ranks(tmp_path, monkeypatch) as (learner, processes):
+    async with ranks(tmp_path) as (learner, processes):
         with pytest.raises(
             LearnerError, match=f"fatal: broken\nrank 0 is still running.*{tmp_path}/logs"
         ):
@@ -261,21 +250,19 @@ async def test_log_is_shown_if_no_rank_has_ended(
             await learner.ask(played("hang_up"), timeout_s=30)
 
 
-async def test_work_is_undisturbed_while_all_ranks_live(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_work_is_undisturbed_while_all_ranks_live(tmp_path: Path) -> None:
     async def refuse() -> None:
         raise ValueError("its own")
 
-    async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
+    async with ranks(tmp_path, count=1) as (learner, processes):
         answer = await processes.while_alive(partial(learner.ask, played("step"), timeout_s=30))
         assert answer.echo["op"] == "step"
         with pytest.raises(ValueError, match="its own"):
             await processes.while_alive(refuse)
 
 
-async def test_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
+async def test_killed_rank_is_described(tmp_path: Path) -> None:
+    async with ranks(tmp_path, count=1) as (learner, processes):
         pid = (await learner.ask(played("step"), timeout_s=30)).pid
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(patient(30)):
@@ -287,6 +274,7 @@ async def test_users_file_with_the_packages_name_is_not_run(
 ) -> None:
     """The settings are invalid, which the real learner reports first."""
     (tmp_path / "agentloop.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.setattr(learner_module, "_COMMAND", REAL_COMMAND)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[3]))
     with pytest.raises(LearnerError, match=r"learner\.json: [\s\S]*no_such") as caught:
@@ -306,7 +294,7 @@ async def test_long_folder_for_temporary_files(
     long = tmp_path / ("long" * 25)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    async with ranks(tmp_path, monkeypatch, count=1) as (learner, _):
+    async with ranks(tmp_path, count=1) as (learner, _):
         await learner.ask(played("step"), timeout_s=30)
 
 
@@ -318,10 +306,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def kept(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> KeptLearner:
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
+def kept(folder: Path, **settings: object) -> KeptLearner:
     return KeptLearner(
         PlayedSettings.model_validate({"pids": f"{folder}/pid-", **settings}),
         RanksSettings(nproc_per_node=2, start_timeout_s=50),
@@ -349,10 +334,8 @@ def _stated(folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-async def test_lost_learner_can_be_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kept(tmp_path, monkeypatch) as learner:
+async def test_lost_learner_can_be_restarted(tmp_path: Path) -> None:
+    async with kept(tmp_path) as learner:
         old = await both_run(tmp_path)
         with pytest.raises(LearnerLost, match="rank 0 ended with exit status 9"):
             await learner.ask(played("die"), timeout_s=30)
@@ -367,10 +350,8 @@ async def test_lost_learner_can_be_restarted(
     assert all(map(is_gone, new))
 
 
-async def test_requests_wait_for_a_learner_that_is_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kept(tmp_path, monkeypatch).starting() as learner:
+async def test_requests_wait_for_a_learner_that_is_starting(tmp_path: Path) -> None:
+    async with kept(tmp_path).starting() as learner:
         assert learner.num_starts == 0, "the block runs first"
         answer = await learner.ask(played("step"), timeout_s=50)
         pids = await both_run(tmp_path)
@@ -378,30 +359,24 @@ async def test_requests_wait_for_a_learner_that_is_starting(
     assert all(map(is_gone, pids))
 
 
-async def test_start_that_fails_ends_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = kept(tmp_path, monkeypatch)
+async def test_start_that_fails_ends_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = kept(tmp_path)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
     with anyio.fail_after(patient(50)), pytest.raises(LearnerLost, match="exit status 7"):
         async with learner.starting():
             await anyio.sleep_forever()
 
 
-async def test_unneeded_learner_stops_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = kept(tmp_path, monkeypatch)
+async def test_unneeded_learner_stops_starting(tmp_path: Path) -> None:
+    learner = kept(tmp_path)
     with anyio.fail_after(patient(50)):
         async with learner.starting():
             pids = await both_run(tmp_path)
     assert all(map(is_gone, pids))
 
 
-async def test_requests_wait_while_a_hanging_learner_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kept(tmp_path, monkeypatch) as learner:
+async def test_requests_wait_while_a_hanging_learner_is_restarted(tmp_path: Path) -> None:
+    async with kept(tmp_path) as learner:
         old = await both_run(tmp_path)
         with pytest.raises(LearnerLost, match="hang: no response within"):
             await learner.ask(played("hang"), timeout_s=0.1)
@@ -418,12 +393,10 @@ async def test_requests_wait_while_a_hanging_learner_is_restarted(
 
 
 @pytest.mark.full
-async def test_lost_returns_when_a_rank_dies_between_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_returns_when_a_rank_dies_between_requests(tmp_path: Path) -> None:
     """This includes ranks that take no requests, but not deaths caused by a restart."""
     reported: list[str] = []
-    async with kept(tmp_path, monkeypatch) as learner:
+    async with kept(tmp_path) as learner:
 
         async def listen() -> None:
             reported.append(await learner.wait_lost())
@@ -442,23 +415,19 @@ async def test_lost_returns_when_a_rank_dies_between_requests(
             await learner.ask(played("hang"), timeout_s=60)
 
 
-async def test_learner_that_ended_itself_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kept(tmp_path, monkeypatch) as learner:
+async def test_learner_that_ended_itself_is_not_lost(tmp_path: Path) -> None:
+    async with kept(tmp_path) as learner:
         with pytest.raises(LearnerEnded, match="end: no finite gradient\nThe logs in"):
             await learner.ask(played("end"), timeout_s=30)
-    async with ranks(tmp_path, monkeypatch) as (second, processes):
+    async with ranks(tmp_path) as (second, processes):
         with pytest.raises(LearnerEnded):
             await processes.while_alive(partial(second.ask, played("end"), timeout_s=30))
 
 
 @pytest.mark.full
-async def test_restart_that_fails_can_be_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_restart_that_fails_can_be_tried_again(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
-    async with kept(tmp_path, monkeypatch, dies_with=str(bad)) as learner:
+    async with kept(tmp_path, dies_with=str(bad)) as learner:
         bad.touch()
         with pytest.raises(LearnerLost, match="exit status 4"):
             await learner.restart()
@@ -469,10 +438,8 @@ async def test_restart_that_fails_can_be_tried_again(
         assert await learner.ask(played("step"), timeout_s=30)
 
 
-async def test_restart_that_is_cancelled_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kept(tmp_path, monkeypatch, late_after=str(tmp_path / "late")) as learner:
+async def test_restart_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    async with kept(tmp_path, late_after=str(tmp_path / "late")) as learner:
         (tmp_path / "late").touch()
         forget(tmp_path)
         with anyio.CancelScope() as scope:

@@ -34,13 +34,13 @@ from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
     LostLearner,
-    RecordedReport,
     query_journal,
     read_lines,
     recorded_rows,
     run_loop,
     undo_to,
 )
+from tests.fakes import RecordedProgress
 from tests.support import FakeSGLang, eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
@@ -92,7 +92,7 @@ async def test_step_without_a_signal_does_not_call_the_learner(tmp_path: Path) -
 
 
 async def test_three_steps_without_a_signal_are_explained_once(tmp_path: Path) -> None:
-    report = RecordedReport()
+    report = RecordedProgress()
     await run_loop(tmp_path, right=1.0, steps=5, evaluate_every=0, report=report)
     (at,) = [n for n, line in enumerate(report.lines) if line.startswith("0 of 3 groups have a")]
     assert ": all rewards are 1; take harder problems" in report.lines[at]

@@ -22,8 +22,6 @@ from agentloop.training.loop.queue import GroupQueue, QueuedGroup, StepNotes
 from agentloop.training.loop.stage_tasks import StageTasks
 from agentloop.training.run.control import RunControl
 
-pytestmark = pytest.mark.anyio
-
 BATCH = 2
 FIGURES = GroupFigures()
 NOTES = StepNotes(version=0)
@@ -35,11 +33,7 @@ async def opened(
 ) -> AsyncIterator[tuple[GroupBuffer, GroupQueue]]:
     async with GroupQueue.open(folder / "queue.sqlite") as queue:
         buffer = GroupBuffer(
-            queue,
-            RunControl(),
-            batch_size=BATCH,
-            max_staleness=max_staleness,
-            max_bytes=max_bytes,
+            queue, RunControl(), batch_size=BATCH, max_staleness=max_staleness, max_bytes=max_bytes
         )
         tasks = StageTasks(TaskSource.open(TasksSettings(kind="arithmetic")), 1)
         await buffer.begin_stage(tasks, num_groups=num_groups, ids=None)

@@ -9,26 +9,25 @@ import anyio.lowlevel
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.loop.held_out import roll_out_all
 from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.run.context import RunContext
 from tests.agentloop.training.loop_support import (
-    ARITHMETIC,
     KilledRollouts,
-    RecordedReport,
     read_lines,
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_run_without_steps_only_evaluates(tmp_path: Path) -> None:
-    learner, run_group, run = await run_loop(tmp_path, steps=0, evaluate_every=0)
+    learner, run_group, run = await run_loop(tmp_path, steps=0)
     assert [op for op, _ in learner.requests] == ["publish"]
     assert run_group.sizes == [1] * 4
     (metrics,) = read_lines(run.path / "metrics.jsonl")
@@ -39,11 +38,10 @@ async def test_run_without_steps_only_evaluates(tmp_path: Path) -> None:
 async def test_evaluation_is_recorded_once_after_a_kill(
     tmp_path: Path, last: str, again: list[int]
 ) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = KilledRollouts(tasks)
+    run_group = KilledRollouts()
     run_group.killed_at = last
     settings: dict[str, Any] = {"steps": 2, "evaluate_every": 2}
-    await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    await run_until_failure(tmp_path, run_group=run_group, **settings)
     learner, resumed, run = await run_loop(tmp_path, restored={"step": 0, "version": 0}, **settings)
     rows = read_lines(run.path / "metrics.jsonl")
     assert [row["step"] for row in rows if "held_out/reward" in row] == [0, 2]
@@ -55,7 +53,7 @@ async def test_evaluation_is_recorded_once_after_a_kill(
 OPTIONS: dict[str, Any] = {"size": 1, "budget": Budget(), "version": 0, "activity": "tasks"}
 
 
-def context(rollouts: Any, report: RecordedReport) -> RunContext:
+def context(rollouts: Any, report: RecordedProgress) -> RunContext:
     """Return a run without a journal and a folder."""
     nothing: Any = None
 
@@ -84,11 +82,9 @@ class ByTask:
 
 
 @pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
-async def test_groups_follow_the_order_of_accepted_tasks(
-    refused: set[str],
-) -> None:
+async def test_groups_follow_the_order_of_accepted_tasks(refused: set[str]) -> None:
     tasks = [Task(key, "?", "") for key in "abc"]
-    report, rollouts = RecordedReport(), ByTask(refused)
+    report, rollouts = RecordedProgress(), ByTask(refused)
     if len(refused) == len(tasks):
         with pytest.raises(RequestError, match="no valid task among 3"):
             await roll_out_all(context(rollouts, report), tasks, "name", **OPTIONS)
@@ -108,7 +104,7 @@ async def test_environment_that_fails_on_every_task_is_reported() -> None:
             request.queued.set()
             raise EnvironmentFailed(f"environment game: {request.task.id}")
 
-    report = RecordedReport()
+    report = RecordedProgress()
     tasks = [Task(key, "?", "") for key in "ab"]
     run = context(Failing(set()), report)
     assert await roll_out_all(run, tasks, "name", **OPTIONS) == []

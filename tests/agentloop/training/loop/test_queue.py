@@ -47,7 +47,6 @@ async def finished(queue: GroupQueue, count: int) -> list[int]:
     return numbers
 
 
-@pytest.mark.anyio
 async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
     task = Task("a", [{"role": "user", "content": "?"}], "1", "book", 3, {"x": [1]})
     async with opened(tmp_path) as queue:
@@ -74,7 +73,6 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "discarded": 1}
 
 
-@pytest.mark.anyio
 async def test_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None:
     stated = {"when": date(2026, 11, 21)}
     async with opened(tmp_path) as queue:
@@ -83,10 +81,7 @@ async def test_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None
     assert group.task.extra == {"when": "2026-11-21"}
 
 
-@pytest.mark.anyio
-async def test_figures_that_are_not_plain_data_are_refused(
-    tmp_path: Path,
-) -> None:
+async def test_figures_that_are_not_plain_data_are_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (number,) = await admitted(queue, 1)
         with pytest.raises(TypeError):
@@ -96,7 +91,6 @@ async def test_figures_that_are_not_plain_data_are_refused(
         assert [group.number for group in await queue.open_groups()] == [number]
 
 
-@pytest.mark.anyio
 async def test_group_is_in_one_batch(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         first, two, three = await finished(queue, 3)
@@ -115,7 +109,6 @@ async def test_group_is_in_one_batch(tmp_path: Path) -> None:
             await queue.lease(2, [number], StepNotes(0))
 
 
-@pytest.mark.anyio
 async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         numbers = await finished(queue, 4)
@@ -133,7 +126,6 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
         assert [lease.step for lease in await queue.rewind(0)] == [1, 2, 3, 4]
 
 
-@pytest.mark.anyio
 async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
     """The process was killed between the checkpoint and its acknowledgement."""
     async with opened(tmp_path) as queue:
@@ -145,7 +137,6 @@ async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
         assert await queue.counts() == {"trained": 1, "leased": 1}
 
 
-@pytest.mark.anyio
 async def test_step_without_a_report_has_no_result(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.lease(1, await finished(queue, 1), StepNotes(0))
@@ -153,7 +144,6 @@ async def test_step_without_a_report_has_no_result(tmp_path: Path) -> None:
         assert lease.result is None
 
 
-@pytest.mark.anyio
 async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         first, two = await finished(queue, 2)
@@ -169,7 +159,6 @@ async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
     assert [[group.number for group in lease.replaced] for lease in again] == [[lost], [later]]
 
 
-@pytest.mark.anyio
 async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.begin_stage(1, step=0, tasks=None, cursor={"num_drawn": 0})
@@ -204,7 +193,6 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         assert [group.number for group in lease.replaced] == [discarded]  # before the first step
 
 
-@pytest.mark.anyio
 async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: Path) -> None:
     solved, mixed = GroupOutcome(2, 2, is_equal=True), GroupOutcome(1, 2, is_equal=False)
     async with opened(tmp_path) as queue:
@@ -230,7 +218,6 @@ async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: 
         assert await queue.outcomes() == filtered
 
 
-@pytest.mark.anyio
 async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (first,) = await finished(queue, 1)
@@ -247,7 +234,6 @@ async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
             await queue.reopen([first], version=3)
 
 
-@pytest.mark.anyio
 async def test_group_finishes_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (first,) = await finished(queue, 1)
@@ -318,7 +304,6 @@ async def _check(folder: Path, reported: int) -> None:
         assert await queue.outcomes() == [(id, outcome) for id in learned]
 
 
-@pytest.mark.anyio
 async def test_file_of_another_version_is_rejected(tmp_path: Path) -> None:
     async with opened(tmp_path):
         pass
@@ -330,7 +315,6 @@ async def test_file_of_another_version_is_rejected(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.anyio
 async def test_invalid_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.sqlite").write_text("words " * 1000)
     with pytest.raises(RunFolderError, match=r"run\.folder: .*sqlite: file is not a database"):
@@ -341,7 +325,6 @@ async def test_invalid_file_is_named(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.anyio
 async def test_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.note("cursor", {"num_drawn": 1})

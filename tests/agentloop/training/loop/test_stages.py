@@ -22,29 +22,18 @@ from agentloop.analysis.run_list import RunState, summarize
 from agentloop.config import to_toml
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.errors import (
-    EnvironmentFailed,
-    RequestError,
-    ServerError,
-    leaves,
-    sole,
-)
+from agentloop.errors import EnvironmentFailed, RequestError, ServerError, leaves, sole
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.loop.staleness import Slots
 from agentloop.training.plan.settings import TrainSettings
-from agentloop.trajectory import (
-    StopReason,
-    ToolCall,
-    Trajectory,
-)
+from agentloop.trajectory import StopReason, ToolCall, Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
     GatedRollouts,
     KilledRollouts,
-    RecordedReport,
     RecordingLearner,
     query_journal,
     read_lines,
@@ -52,10 +41,11 @@ from tests.agentloop.training.loop_support import (
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_task_drawn_twice_in_a_step_makes_two_groups(tmp_path: Path) -> None:
@@ -79,10 +69,7 @@ async def test_extreme_arguments_of_tool_calls_do_not_end_a_run(tmp_path: Path) 
                 rollout.turns[0].calls = [ToolCall("c", name, arguments, raw, 0, 1, error)]
             return group
 
-    tasks = TaskSource.open(ARITHMETIC)
-    learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=Odd(tasks), steps=1, evaluate_every=0
-    )
+    learner, _, run = await run_loop(tmp_path, run_group=Odd(), steps=1)
     assert len(learner.batches[0]["lengths"]) == 12
     first, second, *_ = recorded_rows(run, [1])
     assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": [int(numbers[0])]}
@@ -106,14 +93,12 @@ async def test_tasks_of_an_outage_are_trained_on_after_resuming(
 
     tasks = TaskSource.open(ARITHMETIC)
     with pytest.raises(ExceptionGroup) as caught:
-        await run_loop(tmp_path, tasks=tasks, run_group=Broken(tasks), steps=1, evaluate_every=0)
+        await run_loop(tmp_path, tasks=tasks, run_group=Broken(tasks), steps=1)
     error = next(leaves(caught.value))
     assert isinstance(error, ServerError)
     assert "lost 5 times in a row: infrastructure: the sandbox is gone" in str(error)
     # The same tasks are trained on when the run is resumed.
-    learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=FakeRollouts(tasks), steps=1, evaluate_every=0
-    )
+    learner, _, run = await run_loop(tmp_path, tasks=tasks, run_group=FakeRollouts(tasks), steps=1)
     assert len(learner.batches) == 1
     (numbers,) = [{row["group"] for row in recorded_rows(run, [1, 2, 3])}]
     assert numbers == {1, 2, 3}
@@ -131,15 +116,8 @@ class RefusingRollouts(FakeRollouts):
 
 
 async def test_invalid_task_is_skipped(tmp_path: Path) -> None:
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
-    learner, _, run = await run_loop(
-        tmp_path,
-        tasks=tasks,
-        run_group=RefusingRollouts(tasks),
-        report=report,
-        steps=1,
-        evaluate_every=0,
-    )
+    report = RecordedProgress()
+    learner, _, run = await run_loop(tmp_path, run_group=RefusingRollouts(), report=report, steps=1)
     assert len(learner.batches[0]["lengths"]) == 8
     assert len(recorded_rows(run, [2, 3])) == 16
     (line,) = [line for line in report.lines if line.startswith("Skipped task")]
@@ -151,13 +129,11 @@ async def test_run_ends_if_all_tasks_are_invalid(tmp_path: Path) -> None:
     run_group = RefusingRollouts(tasks)
     run_group.refuses = 3
     with pytest.raises(ExceptionGroup) as caught:  # by the router around it
-        await run_loop(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
+        await run_loop(tmp_path, tasks=tasks, run_group=run_group, steps=1)
     assert "9000 tokens (3 tasks in a row refused)" in str(sole(caught.value))
 
 
-async def test_environment_that_always_fails_ends_the_run_with_its_name(
-    tmp_path: Path,
-) -> None:
+async def test_environment_that_always_fails_ends_the_run_with_its_name(tmp_path: Path) -> None:
     sources = {name: TaskSource.open(ARITHMETIC) for name in ("good", "bad")}
     tasks = MixedTasks(sources, {"good": 1, "bad": 1})
 
@@ -168,9 +144,7 @@ async def test_environment_that_always_fails_ends_the_run_with_its_name(
             return await super().__call__(prompt, name=name, **options)
 
     with pytest.raises(ExceptionGroup) as caught:
-        await run_loop(
-            tmp_path, tasks=tasks, run_group=OneFails(sources["good"]), steps=9, evaluate_every=0
-        )
+        await run_loop(tmp_path, tasks=tasks, run_group=OneFails(sources["good"]), steps=9)
     assert "key has expired (3 tasks of bad in a row refused)" in str(sole(caught.value))
 
 
@@ -194,7 +168,7 @@ async def test_group_has_the_version_that_is_live_when_it_starts(
 
     monkeypatch.setattr(GroupQueue, "admit", slow)
     monkeypatch.setattr(Slots, "now_live", tell)
-    _, _, run = await run_loop(tmp_path, steps=3, max_staleness=1, evaluate_every=0)
+    _, _, run = await run_loop(tmp_path, steps=3, max_staleness=1)
     with closing(sqlite3.connect(run.path / "queue.sqlite")) as db:
         query = "SELECT version FROM groups WHERE number IN (1, 6) ORDER BY number"
         assert db.execute(query).fetchall() == [(0,), (1,)]
@@ -203,22 +177,19 @@ async def test_group_has_the_version_that_is_live_when_it_starts(
 async def test_resumed_run_does_not_draw_filtered_tasks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = {
-        "hard": StageSettings(steps=1, filter_tasks=4),
-        "rest": StageSettings(steps=1),
-    }
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4), "rest": StageSettings(steps=1)}
 
     async def killed(*arguments: Any, **named: Any) -> Any:
         raise OSError("killed")
 
     with monkeypatch.context() as patched:
         patched.setattr(GroupQueue, "admit", killed)
-        await run_until_failure(tmp_path, stages=stages, evaluate_every=0)
+        await run_until_failure(tmp_path, stages=stages)
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
         cursor = await queue.cursor()
     tasks = TaskSource.open(ARITHMETIC, cursor.get("tasks"))
     _, run_group, run = await run_loop(
-        tmp_path, tasks=tasks, stages=stages, restored={"step": 0, "version": 0}, evaluate_every=0
+        tmp_path, tasks=tasks, stages=stages, restored={"step": 0, "version": 0}
     )
     expected = list(itertools.islice(TaskSource.open(ARITHMETIC), 7))
     assert set(run_group.prompts[:3]) <= {task.prompt for task in expected[:4]}
@@ -234,7 +205,7 @@ async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> No
         "short": StageSettings(steps=1, max_turns=2, max_response_tokens=50),
         "long": StageSettings(steps=2, reset_optimizer=True),
     }
-    report = RecordedReport()
+    report = RecordedProgress()
     learner, run_group, run = await run_loop(
         tmp_path, stages=stages, report=report, evaluate_every=5
     )
@@ -262,12 +233,9 @@ async def test_filtered_stage_trains_on_tasks_that_some_rollouts_fail(tmp_path: 
             self._right = 0.5 if number % 2 else 1.0
             return await super().__call__(prompt, **options)
 
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = HalfSolved(tasks)
+    run_group = HalfSolved()
     stages = {"hard": StageSettings(steps=2, filter_tasks=4)}
-    _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0, group_size=6
-    )
+    _, _, run = await run_loop(tmp_path, run_group=run_group, stages=stages, group_size=6)
     assert run_group.sizes == [8] * 4 + [6] * 6
     hard = {run_group.prompts[1], run_group.prompts[3]}
     assert set(run_group.prompts[4:]) == hard
@@ -295,10 +263,8 @@ def sum_tasks(folder: Path, cursor: dict[str, Any] | None = None) -> TaskSource:
     return TaskSource.open(TasksSettings(kind="jsonl", paths=[file]), cursor)
 
 
-async def test_curriculum_retires_solved_tasks_and_resumes_identically(
-    tmp_path: Path,
-) -> None:
-    settings: dict[str, Any] = {"curriculum": True, "steps": 24, "evaluate_every": 0}
+async def test_curriculum_retires_solved_tasks_and_resumes_identically(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"curriculum": True, "steps": 24}
     tasks = sum_tasks(tmp_path)
     _, run_group, run = await run_loop(
         tmp_path / "whole", tasks=tasks, run_group=UnevenRollouts(tasks), **settings
@@ -323,9 +289,12 @@ async def test_curriculum_retires_solved_tasks_and_resumes_identically(
         cursor = await queue.cursor()
     tasks = sum_tasks(tmp_path, cursor["tasks"])
     _, _, run = await run_loop(
-        tmp_path / "cut", tasks=tasks, run_group=UnevenRollouts(tasks),
-        restored={"step": 0, "version": 0}, **settings,
-    )  # fmt: skip
+        tmp_path / "cut",
+        tasks=tasks,
+        run_group=UnevenRollouts(tasks),
+        restored={"step": 0, "version": 0},
+        **settings,
+    )
     assert query_journal(run, query) == expected
     for row, expected_row in zip(read_lines(run.path / "metrics.jsonl"), metrics, strict=True):
         names = [name for name in expected_row if name.startswith("curriculum/")]
@@ -336,7 +305,7 @@ async def test_curriculum_retires_solved_tasks_and_resumes_identically(
 async def test_without_a_curriculum_every_task_comes_once_in_an_epoch(tmp_path: Path) -> None:
     tasks = sum_tasks(tmp_path)
     _, run_group, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=UnevenRollouts(tasks), steps=8, evaluate_every=0
+        tmp_path, tasks=tasks, run_group=UnevenRollouts(tasks), steps=8
     )
     assert set(Counter(run_group.prompts).values()) == {4}
     assert not any(
@@ -363,10 +332,8 @@ async def test_events_say_which_groups_are_trained_on(tmp_path: Path) -> None:
 
 async def test_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> None:
     stages = {"hard": StageSettings(steps=9, filter_tasks=2), "then": StageSettings(steps=1)}
-    report = RecordedReport()
-    _, run_group, run = await run_loop(
-        tmp_path, right=1.0, stages=stages, report=report, evaluate_every=0
-    )
+    report = RecordedProgress()
+    _, run_group, run = await run_loop(tmp_path, right=1.0, stages=stages, report=report)
     assert run_group.sizes == [8] * 2 + [8] * 3
     run.write("config.toml", to_toml(TrainSettings(stages=stages)))
     path = run.path
@@ -379,8 +346,7 @@ async def test_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> No
 
 
 async def test_rollouts_continue_while_the_learner_trains(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
+    run_group = GatedRollouts()
 
     class Slow(RecordingLearner):
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -390,16 +356,14 @@ async def test_rollouts_continue_while_the_learner_trains(tmp_path: Path) -> Non
                 for number in (1, 2, 4):
                     run_group.may_end[number].set()
             if op == "step" and len(self.batches) == 1:
-                for number in range(7, 20):
-                    run_group.may_end[number].set()
+                run_group.let_end(7, 19)
             return await super().handle(op, **arguments)
 
     for number in (3, 5, 6):
         run_group.may_end[number].set()
     _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, learner=Slow(), steps=4, max_staleness=1,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, learner=Slow(), steps=4, max_staleness=1
+    )
     metrics = read_lines(run.path / "metrics.jsonl")
     assert [row["version"] for row in metrics] == [0, 1, 2, 3]
     assert [row["staleness_max"] for row in metrics] == [0, 1, 1, 1]
@@ -416,11 +380,9 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards(tmp_path: Pat
             self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
             return await super().__call__(prompt, **options)
 
-    tasks = TaskSource.open(ARITHMETIC)
     learner, run_group, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=Easy(tasks), steps=1, dynamic_sampling=True,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, run_group=Easy(), steps=1, dynamic_sampling=True
+    )
     assert learner.batches[0]["groups"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert len(run_group.sizes) == 6
     (metrics,) = read_lines(run.path / "metrics.jsonl")
@@ -429,7 +391,7 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards(tmp_path: Pat
 
 
 async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> None:
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
+    report = RecordedProgress()
 
     class Easy(FakeRollouts):
         """Solves everything until the warning is printed."""
@@ -444,8 +406,8 @@ async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> Non
 
     with anyio.fail_after(patient(50)):
         _, run_group, _ = await run_loop(
-            tmp_path, tasks=tasks, run_group=Easy(tasks), report=report, steps=1,
-            prompts_per_step=1, dynamic_sampling=True, evaluate_every=0,
+            tmp_path, run_group=Easy(), report=report, steps=1,
+            prompts_per_step=1, dynamic_sampling=True,
         )  # fmt: skip
     assert len(run_group.names) >= 11
     (line,) = [line for line in report.lines if "groups in a row were replaced" in line]
@@ -453,17 +415,12 @@ async def test_many_replaced_groups_in_a_row_are_reported(tmp_path: Path) -> Non
 
 
 async def test_finished_stage_is_not_continued_when_its_steps_are_raised(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = KilledRollouts(tasks)
+    run_group = KilledRollouts()
     run_group.killed_at = "10-"  # in the last step
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
-    await run_until_failure(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
-    )
+    await run_until_failure(tmp_path, run_group=run_group, stages=stages)
     stages["one"] = StageSettings(steps=4)
-    _, _, run = await run_loop(
-        tmp_path, restored={"step": 0, "version": 0}, stages=stages, evaluate_every=0
-    )
+    _, _, run = await run_loop(tmp_path, restored={"step": 0, "version": 0}, stages=stages)
     assert [(row["step"], row["stage"]) for row in read_lines(run.path / "metrics.jsonl")] == [
         (1, 1), (2, 1), (3, 2), (4, 2),
     ]  # fmt: skip

@@ -33,19 +33,19 @@ class Schedule:
             *(["live", "nothing"] if s.live < s.next_batch else []),
         ]
 
-    def do(self, what: str, draw: int) -> None:
+    def do(self, action: str, draw: int) -> None:
         s = self.slots
-        if what == "admit":
+        if action == "admit":
             number = next(self.numbers)
             s.admit(number)
             self.live_at_admission[number] = s.live
-        elif what == "live":
+        elif action == "live":
             s.now_live(s.live + 1)
-        elif what == "nothing":
+        elif action == "nothing":
             s.learned_nothing()
         else:
             number = sorted(s.open)[draw % len(s.open)]
-            if what == "finish":
+            if action == "finish":
                 s.finish(number)
             else:
                 s.discard(number)

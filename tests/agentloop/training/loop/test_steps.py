@@ -24,8 +24,6 @@ from agentloop.training.run.step_metrics import Learned
 from agentloop.trajectory import Trajectory, Turn
 from tests.agentloop.training.fake_learner import FakeLearner
 
-pytestmark = pytest.mark.anyio
-
 NOTES = StepNotes(version=0)
 
 

@@ -23,31 +23,27 @@ from agentloop.training.loop.training_loop import LoopView, TrainingLoop
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.status import Unwatched
 from agentloop.training.weight_sync import loop as weight_sync_loop
-from agentloop.trajectory import (
-    Trajectory,
-)
+from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
     GatedRollouts,
     LostLearner,
-    RecordedReport,
     RecordingLearner,
     query_journal,
     read_lines,
     recorded_rows,
     run_loop,
 )
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
-async def test_last_step_is_saved_once_without_evaluations(
-    tmp_path: Path,
-) -> None:
-    learner, run_group, _ = await run_loop(tmp_path, steps=2, evaluate_every=0, checkpoint_every=1)
+async def test_last_step_is_saved_once_without_evaluations(tmp_path: Path) -> None:
+    learner, run_group, _ = await run_loop(tmp_path, steps=2, checkpoint_every=1)
     assert set(run_group.sizes) == {8}
     assert [op for op, _ in learner.requests].count("save") == 2
 
@@ -77,15 +73,20 @@ async def test_reported_waits_name_what_is_waited_for(tmp_path: Path) -> None:
         loop.pause(False)
 
     await run_loop(
-        tmp_path, tasks=tasks, run_group=run, watch=watch, steps=2, evaluate_every=2,
+        tmp_path,
+        tasks=tasks,
+        run_group=run,
+        watch=watch,
+        steps=2,
+        evaluate_every=2,
         meanwhile=people,
-    )  # fmt: skip
+    )
     assert ("the learner", "held-out tasks") in at_evaluation
     assert not any("slot" in kind for _, kind in at_evaluation)
 
 
 async def test_without_learning_only_rollouts_are_written(tmp_path: Path) -> None:
-    learner, _, run = await run_loop(tmp_path, steps=2, learn=False, evaluate_every=0)
+    learner, _, run = await run_loop(tmp_path, steps=2, learn=False)
     assert [op for op, _ in learner.requests] == ["publish"]
     assert len(recorded_rows(run, [4, 5, 6])) == 24
 
@@ -104,9 +105,7 @@ class ThreadHoldingRollouts(FakeRollouts):
 async def test_run_proceeds_while_environments_hold_all_threads(tmp_path: Path) -> None:
     run_group = ThreadHoldingRollouts(TaskSource.open(ARITHMETIC))
     with anyio.fail_after(patient(20)):
-        _, _, run = await run_loop(
-            tmp_path, run_group=run_group, steps=2, learn=False, evaluate_every=0
-        )
+        _, _, run = await run_loop(tmp_path, run_group=run_group, steps=2, learn=False)
     assert [row["step"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 2]
     assert len(recorded_rows(run, [4, 5, 6])) == 24
 
@@ -115,10 +114,9 @@ async def test_run_proceeds_while_environments_hold_all_threads(tmp_path: Path) 
 async def test_run_that_has_learned_nothing_says_why(
     tmp_path: Path, right: float, has_learned: bool
 ) -> None:
-    report = RecordedReport()
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = FakeRollouts(tasks, right=right)
-    await run_loop(tmp_path, run_group=run_group, report=report, steps=4, evaluate_every=0)
+    report = RecordedProgress()
+    run_group = FakeRollouts(right=right)
+    await run_loop(tmp_path, run_group=run_group, report=report, steps=4)
     assert "\n".join(report.lines).count("have a signal: all rewards are 1") == (not has_learned)
 
 
@@ -133,21 +131,18 @@ async def wait_until_settled() -> None:
 async def test_paused_run_starts_no_groups_until_it_is_resumed(
     tmp_path: Path, max_staleness: int
 ) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
+    run_group = GatedRollouts()
     num_first = 3 * (max_staleness + 1)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) == num_first)  # as many as there are slots
         loop.pause()
         assert loop.view()["paused"]
-        for number in range(1, num_first + 1):  # what runs goes on, and is learned from
-            run_group.may_end[number].set()
+        run_group.let_end(1, num_first)
         await eventually(lambda: loop.step == max_staleness + 1)
         await wait_until_settled()
         assert len(run_group.names) == num_first
-        for number in range(1, 100):
-            run_group.may_end[number].set()
+        run_group.let_end()
         await wait_until_settled()
         assert (loop.step, len(run_group.names)) == (max_staleness + 1, num_first)
         loop.pause(False)
@@ -156,24 +151,21 @@ async def test_paused_run_starts_no_groups_until_it_is_resumed(
         await anyio.sleep_forever()
 
     learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=5,
-        max_staleness=max_staleness, evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, meanwhile=meanwhile, steps=5, max_staleness=max_staleness
+    )
     assert len(learner.batches) == 5
     assert [row["step"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def open_rollouts(tasks: TaskSource) -> GatedRollouts:
+def open_rollouts() -> GatedRollouts:
     """Let all groups end."""
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 100):
-        run_group.may_end[number].set()
+    run_group = GatedRollouts()
+    run_group.let_end()
     return run_group
 
 
 async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = open_rollouts(tasks)
+    run_group = open_rollouts()
     was_called, has_capacity = anyio.Event(), anyio.Event()
 
     async def wait_for_capacity(size: int) -> None:
@@ -192,12 +184,10 @@ async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: P
 
     learner, *_ = await run_loop(
         tmp_path,
-        tasks=tasks,
         run_group=run_group,
         wait_for_capacity=wait_for_capacity,
         meanwhile=meanwhile,
         steps=1,
-        evaluate_every=0,
     )
     assert len(learner.batches) == 1
 
@@ -217,7 +207,7 @@ async def test_pause_does_not_count_as_a_stall(
         loop.pause(False)
         await anyio.sleep_forever()
 
-    await run_loop(tmp_path, meanwhile=meanwhile, steps=1, evaluate_every=0)
+    await run_loop(tmp_path, meanwhile=meanwhile, steps=1)
 
 
 async def tasks_from_cursor(folder: Path) -> TaskSource:
@@ -232,7 +222,6 @@ async def test_paused_run_filters_no_further_tasks(
     tmp_path: Path, num_filtered: int, drained: bool
 ) -> None:
     stages = {"hard": StageSettings(steps=1, filter_tasks=4)}
-    tasks = TaskSource.open(ARITHMETIC)
     loops: list[TrainingLoop] = []
 
     class Pausing(FakeRollouts):
@@ -241,7 +230,7 @@ async def test_paused_run_filters_no_further_tasks(
                 loops[0].pause()
             return await super().__call__(prompt, **options)
 
-    run_group = Pausing(tasks)
+    run_group = Pausing()
 
     async def meanwhile(loop: TrainingLoop) -> None:
         loops.append(loop)
@@ -256,10 +245,8 @@ async def test_paused_run_filters_no_further_tasks(
             loop.pause(False)
         await anyio.sleep_forever()
 
-    settings: dict[str, Any] = {"stages": stages, "evaluate_every": 0}
-    learner, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, **settings
-    )
+    settings: dict[str, Any] = {"stages": stages}
+    learner, _, run = await run_loop(tmp_path, run_group=run_group, meanwhile=meanwhile, **settings)
     if not drained:
         assert (len(learner.batches), run_group.sizes) == (1, [8] * 7)
         return
@@ -281,10 +268,8 @@ async def test_paused_run_filters_no_further_tasks(
 async def test_drained_run_resumes_and_trains_on_each_group_once(
     tmp_path: Path, max_staleness: int, num_begun: int, paused: bool
 ) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group, report = GatedRollouts(tasks), RecordedReport()
-    for number in range(1, num_begun + 1):
-        run_group.may_end[number].set()
+    run_group, report = GatedRollouts(), RecordedProgress()
+    run_group.let_end(1, num_begun)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) >= num_begun)
@@ -292,13 +277,12 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
             loop.pause()
         loop.drain()
         assert loop.view()["draining"]
-        for number in range(num_begun + 1, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(num_begun + 1)
         await anyio.sleep_forever()
 
-    settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "evaluate_every": 0}
+    settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness}
     first, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, report=report, meanwhile=meanwhile, **settings
+        tmp_path, run_group=run_group, report=report, meanwhile=meanwhile, **settings
     )
     (line,) = [line for line in report.lines if line.startswith("Drained")]
     num_learned = len(first.batches)
@@ -332,8 +316,7 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
 
 
 async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = open_rollouts(tasks)
+    run_group = open_rollouts()
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
 
     async def meanwhile(loop: TrainingLoop) -> None:
@@ -342,39 +325,32 @@ async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -
         await anyio.sleep_forever()
 
     first, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, meanwhile=meanwhile,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, stages=stages, meanwhile=meanwhile
+    )
     assert 1 <= len(first.batches) <= 2
     assert {row["stage"] for row in read_lines(run.path / "metrics.jsonl")} == {1}
     del run
     gc.collect()
     state = [request["state"] for op, request in first.requests if op == "save"][-1]
     _, _, run = await run_loop(
-        tmp_path, tasks=await tasks_from_cursor(tmp_path), stages=stages, restored=state,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path, tasks=await tasks_from_cursor(tmp_path), stages=stages, restored=state
+    )
     assert [row["stage"] for row in read_lines(run.path / "metrics.jsonl")] == [1, 1, 2, 2]
 
 
 async def test_save_starts_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 4):
-        run_group.may_end[number].set()
+    run_group = GatedRollouts()
+    run_group.let_end(1, 3)
     saved: list[int] = []
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) == 6)  # the second step's
         saved.append(await loop.save())
         saved.append(await loop.save())  # there is one
-        for number in range(4, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(4)
         await anyio.sleep_forever()
 
-    learner, *_ = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=2, evaluate_every=0
-    )
+    learner, *_ = await run_loop(tmp_path, run_group=run_group, meanwhile=meanwhile, steps=2)
     assert saved == [1, 1]
     saves = [request for op, request in learner.requests if op == "save"]
     assert [request["state"]["step"] for request in saves] == [1, 2]
@@ -405,23 +381,17 @@ async def test_save_waits_for_the_current_step(tmp_path: Path) -> None:
             may_go_on.set()
         await anyio.sleep_forever()
 
-    learner, *_ = await run_loop(
-        tmp_path, learner=Slow(), meanwhile=meanwhile, steps=2, evaluate_every=0
-    )
+    learner, *_ = await run_loop(tmp_path, learner=Slow(), meanwhile=meanwhile, steps=2)
     assert saved == [1]
     saves = [request["state"] for op, request in learner.requests if op == "save"]
     assert saves[0] == {"step": 1, "version": 1}
 
 
-async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
-    tmp_path: Path,
-) -> None:
+async def test_cancelled_save_does_not_interrupt_the_recovery_of_learner(tmp_path: Path) -> None:
     """This holds even if the learner is lost at that moment and has to repeat steps."""
-    uninterrupted, *_ = await run_loop(tmp_path / "whole", steps=4, evaluate_every=0)
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 7):
-        run_group.may_end[number].set()
+    uninterrupted, *_ = await run_loop(tmp_path / "whole", steps=4)
+    run_group = GatedRollouts()
+    run_group.let_end(1, 6)
     restarting, may_go_on = anyio.Event(), anyio.Event()
 
     class SlowToStart(LostLearner):
@@ -438,15 +408,18 @@ async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
             visitors.start_soon(loop.save)
             await restarting.wait()
             visitors.cancel_scope.cancel()
-        for number in range(7, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(7)
         may_go_on.set()
         await anyio.sleep_forever()
 
     await run_loop(
-        tmp_path / "lost", tasks=tasks, run_group=run_group, learner=lost, max_restarts=2,
-        meanwhile=meanwhile, steps=4, evaluate_every=0,
-    )  # fmt: skip
+        tmp_path / "lost",
+        run_group=run_group,
+        learner=lost,
+        max_restarts=2,
+        meanwhile=meanwhile,
+        steps=4,
+    )
     assert lost.num_starts == 2
     undisturbed = [
         {key: array.tolist() for key, array in batch.items()} for batch in uninterrupted.batches
@@ -456,8 +429,7 @@ async def test_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 async def test_view_is_plain_data(tmp_path: Path, max_staleness: int) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = GatedRollouts(tasks)
+    run_group = GatedRollouts()
     views: list[LoopView] = []
     loops: list[TrainingLoop] = []
 
@@ -468,14 +440,12 @@ async def test_view_is_plain_data(tmp_path: Path, max_staleness: int) -> None:
         run_group.may_end[1].set()
         await eventually(lambda: loop.view()["queue_groups"] == 1)
         views.append(loop.view())
-        for number in range(2, 100):
-            run_group.may_end[number].set()
+        run_group.let_end(2)
         await anyio.sleep_forever()
 
     await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, steps=4, max_staleness=max_staleness,
-        evaluate_every=0, meanwhile=meanwhile,
-    )  # fmt: skip
+        tmp_path, run_group=run_group, steps=4, max_staleness=max_staleness, meanwhile=meanwhile
+    )
     first, amid = views
     assert (first["step"], first["num_steps"], first["slots_used"]) == (0, 4, 0)
     assert amid["slots"] == amid["slots_used"] == 3 * (max_staleness + 1)

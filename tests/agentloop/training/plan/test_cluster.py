@@ -102,7 +102,6 @@ class GrowingCluster:
     nodes = usable
 
 
-@pytest.mark.anyio
 async def test_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.training.plan.cluster._POLL_S", 0.0)
     settings = load_settings(TrainSettings, overrides=["server.count=3"])
@@ -187,16 +186,12 @@ def test_shape_may_be_of_several_kinds_of_nodes() -> None:
         ("servers=['http://127.0.0.1:1']", "servers: on a cluster"),
         ("sandbox.hosts=['http://127.0.0.1:1']", "sandbox.hosts: .*cluster.sandbox_hosts to 0"),
         ("cluster.runtimes=2", "cluster.runtimes: 2 must be at most server.count .1."),
-        (
-            "cluster={runtimes=1, address='auto'}",
-            "weights.transport: set it to disk with cluster.runtimes",
-        ),
-        (
-            "cluster={colocated=true, address='auto'}",
-            "weights.transport: set it to disk with cluster.colocated",
-        ),
+        ("cluster={runtimes=1, address='auto'}",
+         "weights.transport: set it to disk with cluster.runtimes"),
+        ("cluster={colocated=true, address='auto'}",
+         "weights.transport: set it to disk with cluster.colocated"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_a_cluster_cannot_have_are_refused_by_name(
     override: str, message: str
 ) -> None:

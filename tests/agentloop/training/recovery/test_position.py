@@ -116,7 +116,6 @@ def test_command_is_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert command == "agentloop train --resume /runs/one --from 4"
 
 
-@pytest.mark.anyio
 async def test_stopped_run_says_how_to_continue(tmp_path: Path) -> None:
     lines: list[str] = []
     write_checkpoint(tmp_path, 7)
@@ -127,7 +126,6 @@ async def test_stopped_run_says_how_to_continue(tmp_path: Path) -> None:
     assert lines == [f"Stopped; there is a checkpoint of step 7. Continue with: {command}"]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("error", "num_notes"), [(OSError("full"), 1), (RunCollapsed("why"), 0)])
 async def test_failed_run_says_how_to_continue(
     tmp_path: Path, error: Exception, num_notes: int

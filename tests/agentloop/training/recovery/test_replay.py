@@ -38,8 +38,6 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.agentloop.training.fake_learner import FakeLearner
 
-pytestmark = pytest.mark.anyio
-
 READY = ReadyReply(
     num_ranks=1, device="cpu", num_parameters=1, num_trained=1, made_with={"torch": "2"}
 )
@@ -97,14 +95,7 @@ async def train(
         restored = await load_newest(learner, folder, timeout_s=5)
         after = 0 if restored is None else restored.step
         await record_learner(queue, record(after, seed))
-        steps = Steps(
-            learner,
-            queue,
-            folder,
-            restored=restored,
-            timeout_s=5,
-            say=lambda line: None,
-        )
+        steps = Steps(learner, queue, folder, restored=restored, timeout_s=5, say=lambda line: None)
         publisher = FolderPublisher(learner, run / "weights", WeightsSettings())
 
         async def nothing(*_: object) -> None:
@@ -260,11 +251,7 @@ async def test_learner_is_recorded_where_it_changes(tmp_path: Path) -> None:
         assert await learner_records(queue) == [record(0), record(2, 2)]
 
 
-@given(
-    st.sets(st.integers(0, 12)).map(sorted),
-    st.integers(1, 10),
-    st.integers(0, 10),
-)
+@given(st.sets(st.integers(0, 12)).map(sorted), st.integers(1, 10), st.integers(0, 10))
 def test_segments_cover_all_steps_with_the_learner_of_each(
     started: list[int], first: int, num: int
 ) -> None:

@@ -115,9 +115,7 @@ def test_child_that_is_killed_while_restarting_is_restarted_again(tmp_path: Path
     assert lives(tmp_path)[1:] == [f"--resume {tmp_path / 'run'}"] * 2
 
 
-def test_child_killed_before_its_report_repeats_its_arguments(
-    tmp_path: Path,
-) -> None:
+def test_child_killed_before_its_report_repeats_its_arguments(tmp_path: Path) -> None:
     """It may not have gone back to step 3 yet."""
     (tmp_path / "deaths").write_text("1")
     arguments = ["--resume", "my run", "--from", "3", "untold"]

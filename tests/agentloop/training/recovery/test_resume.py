@@ -15,9 +15,7 @@ import anyio.to_thread
 import pytest
 
 from agentloop.environments.tasks.sources import TaskSource
-from agentloop.errors import (
-    sole,
-)
+from agentloop.errors import sole
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import LearnerError
 from agentloop.training.loop.queue import GroupQueue
@@ -29,7 +27,6 @@ from tests.agentloop.training.loop_support import (
     KilledRollouts,
     LostLearner,
     MarkedLearner,
-    RecordedReport,
     RecordingLearner,
     published_versions,
     query_journal,
@@ -37,18 +34,18 @@ from tests.agentloop.training.loop_support import (
     run_loop,
     run_until_failure,
 )
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_checkpoint_missed_because_of_a_kill_is_written_later(tmp_path: Path) -> None:
-    tasks = TaskSource.open(ARITHMETIC)
-    run_group = KilledRollouts(tasks)
+    run_group = KilledRollouts()
     run_group.killed_at = "2-held-out"  # before it
     settings: dict[str, Any] = {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2}
-    await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    await run_until_failure(tmp_path, run_group=run_group, **settings)
     for name in ("7", ".1.partial", "notes"):  # a kill may leave the first two
         (tmp_path / "run" / "weights" / name).mkdir()
     learner, _, run = await run_loop(tmp_path, restored={"step": 0, "version": 0}, **settings)
@@ -78,7 +75,6 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
     tmp_path: Path, done: bool, max_staleness: int
 ) -> None:
     settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "checkpoint_every": 2}
-    settings |= {"evaluate_every": 0}
     uninterrupted, *_ = await run_loop(tmp_path / "whole", **settings)
     died = DyingLearner(4, done=done)
     with pytest.raises(ExceptionGroup) as caught:
@@ -112,13 +108,9 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
 async def test_lost_learner_is_restarted_and_the_training_is_the_same(
     tmp_path: Path, op: str, checkpoint_every: int
 ) -> None:
-    settings: dict[str, Any] = {
-        "steps": 5,
-        "checkpoint_every": checkpoint_every,
-        "evaluate_every": 0,
-    }
+    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": checkpoint_every}
     uninterrupted, *_ = await run_loop(tmp_path / "whole", **settings)
-    report = RecordedReport()
+    report = RecordedProgress()
     number = {"step": 4, "publish": 5}.get(op, 1)
     lost = LostLearner(op, number)
     _, _, run = await run_loop(
@@ -142,7 +134,7 @@ async def test_lost_learner_is_restarted_and_the_training_is_the_same(
 async def test_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
     lost = LostLearner("step", 1, for_good=True)
     with pytest.raises(ExceptionGroup) as caught:
-        await run_loop(tmp_path, learner=lost, max_restarts=2, steps=1, evaluate_every=0)
+        await run_loop(tmp_path, learner=lost, max_restarts=2, steps=1)
     assert "lost too often (ranks.max_restarts)" in str(sole(caught.value))
     assert lost.num_starts == 3
 
@@ -151,10 +143,7 @@ async def test_weights_of_an_earlier_process_are_replaced_with_transport_broadca
     tmp_path: Path,
 ) -> None:
     """A new run in the same folder may find weights of that version, and higher ones."""
-    settings: dict[str, Any] = {
-        "weights": WeightsSettings(transport="broadcast"),
-        "evaluate_every": 0,
-    }
+    settings: dict[str, Any] = {"weights": WeightsSettings(transport="broadcast")}
     await run_loop(tmp_path, learner=MarkedLearner("first"), steps=1, **settings)
     (tmp_path / "run" / "weights" / "1").rename(tmp_path / "run" / "weights" / "7")
     (tmp_path / "run" / "weights" / "2").mkdir()
@@ -168,9 +157,7 @@ async def test_weights_of_an_earlier_process_are_replaced_with_transport_broadca
     assert model == {"life": "second", "version": "2"}
 
 
-async def test_groups_of_a_larger_batch_do_not_block_a_smaller(
-    tmp_path: Path,
-) -> None:
+async def test_groups_of_a_larger_batch_do_not_block_a_smaller(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", "")
     gc.collect()
     tasks = TaskSource.open(ARITHMETIC)
@@ -181,7 +168,7 @@ async def test_groups_of_a_larger_batch_do_not_block_a_smaller(
     with anyio.fail_after(patient(50)):
         _, run_group, run = await run_loop(
             tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,
-            prompts_per_step=2, max_staleness=1, evaluate_every=0,
+            prompts_per_step=2, max_staleness=1,
         )  # fmt: skip
     assert {name.split("-")[0] for name in run_group.names} == {"3", "4"}
     assert all(row["staleness_max"] <= 1 for row in read_lines(run.path / "metrics.jsonl"))
@@ -192,10 +179,9 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
     tmp_path: Path, max_staleness: int
 ) -> None:
     """Groups that finish while steps are repeated belong to the next step."""
-    tasks, report = TaskSource.open(ARITHMETIC), RecordedReport()
-    run_group = GatedRollouts(tasks)
-    for number in range(1, 7):
-        run_group.may_end[number].set()
+    report = RecordedProgress()
+    run_group = GatedRollouts()
+    run_group.let_end(1, 6)
 
     class LostMeanwhile(LostLearner):
         """Lost after two steps, while the third one's rollouts run, which end while steps
@@ -211,8 +197,7 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and self.num_starts == 2 and len(self.learned) == 1:
-                for number in range(7, 20):
-                    run_group.may_end[number].set()
+                run_group.let_end(7, 19)
                 await eventually(taken_up)
             return await super().handle(op, **arguments)
 
@@ -225,9 +210,14 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
     lost = LostMeanwhile("", 0)
     _, _, run = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, learner=lost, max_restarts=2, report=report,
-        steps=4, max_staleness=max_staleness, evaluate_every=0,
-    )  # fmt: skip
+        tmp_path,
+        run_group=run_group,
+        learner=lost,
+        max_restarts=2,
+        report=report,
+        steps=4,
+        max_staleness=max_staleness,
+    )
     assert lost.num_starts == 2
     assert len(lost.learned) == 4
     metrics = read_lines(run.path / "metrics.jsonl")
@@ -235,7 +225,7 @@ async def test_groups_finished_during_repeated_steps_belong_to_the_next(
 
 
 async def test_resumed_run_without_learning_still_does_not_learn(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"learn": False, "evaluate_every": 0}
+    settings: dict[str, Any] = {"learn": False}
     await run_loop(tmp_path, steps=2, **settings)
     gc.collect()
     learner, _, run = await run_loop(tmp_path, restored={}, steps=3, **settings)

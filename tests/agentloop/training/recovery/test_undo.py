@@ -19,19 +19,14 @@ import pytest
 
 from agentloop.cli.runs.export import find
 from agentloop.environments.tasks.sources import Task, TaskSource
-from agentloop.errors import (
-    ModelError,
-    RunFolderError,
-)
+from agentloop.errors import ModelError, RunFolderError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.loop.queue import GroupQueue, StepNotes
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.recovery.undo import finish_undo, undo
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.weight_sync.settings import WeightsSettings
-from agentloop.trajectory import (
-    Trajectory,
-)
+from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
@@ -43,7 +38,7 @@ from tests.agentloop.training.loop_support import (
     undo_to,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # much is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # much is synced to the disk
 
 ASKED = ("replace", "mkdir", "unlink")
 
@@ -192,16 +187,16 @@ async def test_step_without_a_checkpoint_is_refused_and_changes_nothing(tmp_path
 # --- a run that is resumed -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["disk", "broadcast", "elsewhere"])
+@pytest.mark.parametrize("case", ["disk", "broadcast", "elsewhere"])
 @pytest.mark.parametrize("num_steps", [2, 3, 4])  # to below where it was, to there, and beyond
 async def test_undone_weights_are_no_longer_the_model_of_the_run(
-    tmp_path: Path, how: str, num_steps: int
+    tmp_path: Path, case: str, num_steps: int
 ) -> None:
-    folder = tmp_path / "elsewhere" if how == "elsewhere" else None
+    folder = tmp_path / "elsewhere" if case == "elsewhere" else None
     weights = WeightsSettings(
-        transport="broadcast" if how == "broadcast" else "disk", folder=folder
+        transport="broadcast" if case == "broadcast" else "disk", folder=folder
     )
-    settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1, "evaluate_every": 0}
+    settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1}
     _, _, run = await run_loop(tmp_path, learner=MarkedLearner("first"), steps=3, **settings)
     path = run.path
     assert RunFolder.model_in(path).name == "3"
@@ -212,9 +207,13 @@ async def test_undone_weights_are_no_longer_the_model_of_the_run(
     with pytest.raises(ModelError, match="no published weights"):
         find(path)
     await run_loop(
-        tmp_path, learner=MarkedLearner("second"), tasks=tasks, restored={"step": 1, "version": 1},
-        steps=num_steps, **settings,
-    )  # fmt: skip
+        tmp_path,
+        learner=MarkedLearner("second"),
+        tasks=tasks,
+        restored={"step": 1, "version": 1},
+        steps=num_steps,
+        **settings,
+    )
     model = json.loads((RunFolder.model_in(path) / "config.json").read_text())
     assert model == {"life": "second", "version": str(num_steps)}
     assert find(path).folder == RunFolder.model_in(path)
@@ -232,7 +231,7 @@ async def test_groups_replaced_before_an_undo_are_rolled_out_again(tmp_path: Pat
             return await super().__call__(prompt, **options)
 
     settings: dict[str, Any] = {"dynamic_sampling": True, "checkpoint_every": 1}
-    settings |= {"evaluate_every": 0, "max_staleness": 0}
+    settings |= {"max_staleness": 0}
     tasks = TaskSource.open(ARITHMETIC)
     first = Easy(tasks)
     await run_loop(
@@ -256,9 +255,7 @@ async def test_groups_replaced_before_an_undo_are_rolled_out_again(tmp_path: Pat
     ]
 
 
-async def test_undone_stage_starts_over_without_leftover_groups(
-    tmp_path: Path,
-) -> None:
+async def test_undone_stage_starts_over_without_leftover_groups(tmp_path: Path) -> None:
     class Half(FakeRollouts):
         """Gives equal rewards to every other group of the second process, up to a number."""
 
@@ -274,7 +271,7 @@ async def test_undone_stage_starts_over_without_leftover_groups(
         "hard": StageSettings(steps=2, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
-    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
+    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True}
     settings |= {"checkpoint_every": 1}
     tasks = TaskSource.open(ARITHMETIC)
     first = FakeRollouts(tasks)
@@ -305,9 +302,7 @@ async def test_undone_stage_starts_over_without_leftover_groups(
     assert files == [f"group-{number:07}.jsonl" for number in numbers]
 
 
-async def test_filtered_stage_ignores_groups_of_another_stage(
-    tmp_path: Path,
-) -> None:
+async def test_filtered_stage_ignores_groups_of_another_stage(tmp_path: Path) -> None:
     """A stage of hard tasks restores only groups of hard tasks."""
 
     class Easy(FakeRollouts):
@@ -320,7 +315,7 @@ async def test_filtered_stage_ignores_groups_of_another_stage(
         "hard": StageSettings(steps=1, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
-    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
+    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True}
     settings |= {"checkpoint_every": 1}
     tasks = TaskSource.open(ARITHMETIC)
     first = Easy(tasks)

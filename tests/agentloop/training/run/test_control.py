@@ -11,8 +11,6 @@ import pytest
 from agentloop.training.run.control import Drained, RunControl
 from agentloop.training.run.status import Unwatched
 
-pytestmark = pytest.mark.anyio
-
 
 class Watch(Unwatched):
     """Records waits, in the order in which they begin and end."""
@@ -21,10 +19,10 @@ class Watch(Unwatched):
         self.told: list[str] = []
 
     @contextmanager
-    def waiting(self, name: str, what: str) -> Iterator[None]:
-        self.told.append(f"{name} waits for {what}")
+    def waiting(self, name: str, kind: str) -> Iterator[None]:
+        self.told.append(f"{name} waits for {kind}")
         yield
-        self.told.append(f"{name} no longer waits for {what}")
+        self.told.append(f"{name} no longer waits for {kind}")
 
 
 async def test_condition_that_holds_is_not_reported() -> None:

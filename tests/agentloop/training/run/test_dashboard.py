@@ -24,32 +24,17 @@ from agentloop.serving.listen import bind
 from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.run.status import RunStatus
 from agentloop.trajectory import Trajectory
 from tests.agentloop.observe.test_archive import rollout
+from tests.fakes import RecordedProgress
 from tests.patience import patient
 from tests.support import chat_format, eventually, written
-
-pytestmark = pytest.mark.anyio
 
 TOKEN = {"X-Control-Token": "sesame"}
 
 
 def without_time(row: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in row.items() if name != "unix_s"}
-
-
-class RecordedProgress:
-    """Records progress."""
-
-    line = "Starting 1 server"
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.status: RunStatus | None = None
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 class PlayedRuntime:
@@ -137,7 +122,7 @@ class At:
 async def dashboard(
     folder: Path, *, readers: Sequence[Emit] = (), before: Callable[[RunFolder], None] | None = None
 ) -> AsyncIterator[At]:
-    run, progress = RunFolder(folder / "run", ""), RecordedProgress()
+    run, progress = RunFolder(folder / "run", ""), RecordedProgress("Starting 1 server")
     if before is not None:
         before(run)
     run_dashboard = RunDashboard(run, cast(ProgressLine, progress), readers=readers)
@@ -183,7 +168,7 @@ async def test_supervised_start_has_curves_of_its_own(tmp_path: Path) -> None:
 
 
 async def test_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
-    progress = RecordedProgress()
+    progress = RecordedProgress("Starting 1 server")
     folder = RunFolder(tmp_path / "run", "")
     run_dashboard = RunDashboard(
         folder, cast(ProgressLine, progress), kind="sft", has_runtime=False
@@ -322,9 +307,7 @@ async def test_reader_on_the_page_does_not_delay_a_runs_end(tmp_path: Path) -> N
         ("is drained", "drained", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
-async def test_page_shows_how_the_run_ended(
-    tmp_path: Path, ending: str, state: str, text: str
-) -> None:
+async def test_page_shows_how_run_ended(tmp_path: Path, ending: str, state: str, text: str) -> None:
     last: list[dict[str, Any]] = []
 
     async def read(url: str, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -356,7 +339,7 @@ async def test_page_shows_how_the_run_ended(
 async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> None:
     with bind(ServeSettings(port=0)) as taken:
         port = taken.getsockname()[1]
-        progress = RecordedProgress()
+        progress = RecordedProgress("Starting 1 server")
         run_dashboard = RunDashboard(RunFolder(tmp_path / "run", ""), cast(ProgressLine, progress))
         async with run_dashboard.serve_page(ServeSettings(port=port)):
             assert f":{port}/" not in progress.lines[0]

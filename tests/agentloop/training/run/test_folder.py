@@ -74,7 +74,6 @@ def test_power_cut_does_not_take_a_groups_file_back(
     ]
 
 
-@pytest.mark.anyio
 async def test_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     for step in (1, 2):
@@ -86,7 +85,6 @@ async def test_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
         assert [row["step"] for row in again.metrics()] == [1, 3]
 
 
-@pytest.mark.anyio
 async def test_run_says_how_it_was_started_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +147,6 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         folder.add_metrics({"step": 1})
 
 
-@pytest.mark.anyio
 async def test_run_is_never_written_over(tmp_path: Path) -> None:
     async with RunFolder.open(tmp_path / "run", ""):
         pass  # it ended before anything came of it
@@ -160,7 +157,6 @@ async def test_run_is_never_written_over(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.anyio
 async def test_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
     def model(path: Path) -> Path:
         path.mkdir(parents=True)
@@ -181,7 +177,6 @@ async def test_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None
     assert RunFolder.model_in(latest).resolve() == newest
 
 
-@pytest.mark.anyio
 async def test_active_run_cannot_be_opened_again(tmp_path: Path) -> None:
     async with RunFolder.open(tmp_path / "run", "mine") as active:
         for config in ("yours", None):
@@ -191,7 +186,6 @@ async def test_active_run_cannot_be_opened_again(tmp_path: Path) -> None:
         assert (active.path / "config.toml").read_text() == "mine"
 
 
-@pytest.mark.anyio
 async def test_asking_whether_a_run_is_active_does_not_lock_it(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert not is_active(path)
@@ -200,7 +194,6 @@ async def test_asking_whether_a_run_is_active_does_not_lock_it(tmp_path: Path) -
     assert not is_active(path)
 
 
-@pytest.mark.anyio
 async def test_opening_waits_for_a_process_that_only_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +210,6 @@ async def test_opening_waits_for_a_process_that_only_asks(
             assert is_active(path)
 
 
-@pytest.mark.anyio
 async def test_wait_for_the_lock_is_limited_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +227,6 @@ async def test_wait_for_the_lock_is_limited_and_can_be_cancelled(
     assert not is_active(path)
 
 
-@pytest.mark.anyio
 async def test_run_with_steps_of_fine_tuning_exists(tmp_path: Path) -> None:
     async with RunFolder(tmp_path / "run", "seed = 1\n").within("sft") as start:
         start.add_metrics({"step": 1})

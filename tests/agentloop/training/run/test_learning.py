@@ -38,17 +38,14 @@ def test_metrics_of_wrong_rollouts() -> None:
     [
         (1.0, {}, "all rewards are 1; take harder problems (tasks.levels, tasks.paths), or "),
         (0.0, {}, "all rewards are 0; take easier problems "),
-        (
-            0.0,
-            {"truncated": 0.75, "no_answer": 0.9},
-            "all rewards are 0, and 75% of the rollouts are cut off; raise budget.",
-        ),
+        (0.0, {"truncated": 0.75, "no_answer": 0.9},
+         "all rewards are 0, and 75% of the rollouts are cut off; raise budget."),
         (0.0, {"truncated": 0.2, "no_answer": 0.9}, "all rewards are 0, and 90% give no answer; "),
         (0.0, {"tool_errors": 1.0}, "all rewards are 0, and 100% of their calls fail; "),
         (0.25, {"truncated": 1.0}, "the rewards within each group are equal; "),
         (None, {}, "no rollout has a reward; "),
     ],
-)
+)  # fmt: skip
 def test_three_steps_without_a_signal(
     reward: float | None, more: dict[str, float], says: str
 ) -> None:

@@ -27,7 +27,6 @@ from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.run.status import RunStatus
 from agentloop.training.sft.fine_tuning import (
     Dialogue,
     DialoguesSettings,
@@ -43,6 +42,7 @@ from agentloop.training.sft.fine_tuning import (
 )
 from agentloop.trajectory import ToolCallStatus, Trajectory
 from tests.agentloop.training.fake_learner import FakeLearner
+from tests.fakes import RecordedProgress
 from tests.support import (
     END,
     ScriptedEngine,
@@ -82,9 +82,9 @@ class Look:
         yield run
 
 
-def rolled_out(chat: ChatFormat, said: Sequence[str], tool: Any) -> Trajectory:
+def rolled_out(chat: ChatFormat, stated: Sequence[str], tool: Any) -> Trajectory:
     """Run a rollout in which the model samples these texts, one per turn."""
-    turns = [chunks(written(chat, text + END)) for text in said]
+    turns = [chunks(written(chat, text + END)) for text in stated]
     rollout = Rollout(engine=ScriptedEngine(*turns), chat=chat, messages=[USER], tools=[tool])
     return anyio.run(rollout.run)
 
@@ -166,10 +166,7 @@ def check_rollout(row: Mapping[str, Any], tool: Any) -> None:
     stated = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     turns = [chunks(written(SHIPPED, text.removeprefix("<reason>") + END)) for text in stated]
     rollout = Rollout(
-        engine=ScriptedEngine(*turns),
-        chat=SHIPPED,
-        messages=row["messages"][:1],
-        tools=[tool],
+        engine=ScriptedEngine(*turns), chat=SHIPPED, messages=row["messages"][:1], tools=[tool]
     )
     expected = anyio.run(rollout.run)
     assert SHIPPED.decode(actual.ids) == SHIPPED.decode(expected.ids)
@@ -279,92 +276,48 @@ def calling(*ids: str, arguments: Any = None) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
+def of(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "stated"),
     [
         ("{", "line 3: not JSON"),
         (["a"], "line 3: expected an object"),
         ({}, "line 3: field 'messages': expected a list"),
-        ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': expected a list"),
-        ({"messages": [USER]}, "field 'messages': the last message must be the assistant's"),
-        ({"messages": [USER, ANSWER, USER]}, "the last message must be the assistant's"),
-        ({"messages": [ANSWER]}, "messages: at least one message is required"),
-        ({"messages": [USER, "x"]}, "messages[1]: expected an object, got 'x'"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": 7}]},
-            "messages[1].content: expected a string",
-        ),
-        (
-            {"messages": [USER, ANSWER, ANSWER]},
-            "messages[1]: makes 0 calls, followed by 0 results and another",
-        ),
-        (
-            {"messages": [USER, ANSWER, RESULT, ANSWER]},
-            "makes 0 calls, followed by 1 result and another turn",
-        ),
-        (
-            {"messages": [USER, CALLING, ANSWER]},
-            "messages[1]: makes 1 call, followed by 0 results and another",
-        ),
-        (
-            {"messages": [USER, CALLING, USER, ANSWER]},
-            "messages[1]: makes 1 call, followed by 0 results",
-        ),
-        (
-            {"messages": [USER, CALLING, RESULT]},
-            "messages[1]: makes 1 call, followed by 1 result and no turn",
-        ),
-        (
-            {"messages": [USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER]},
-            "messages[2].content[0]: expected a text part",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "weight": 2}]},
-            "messages[1].weight: expected 0 (not trained on) or 1, got 2",
-        ),
-        (
-            {"messages": [{**USER, "weight": 1}, ANSWER]},
-            "messages[0].weight: only messages of the assistant are trained on",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "reasoning_content": "Long ago."}]},
-            "messages[1].reasoning_content: the model's chat template has no place for it",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "content": None, "refusal": "No."}]},
-            "messages[1].refusal: the model's chat template has no place for it",
-        ),
-        (
-            {"messages": [USER, calling("a"), {**RESULT, "tool_call_id": "b"}, ANSWER]},
-            "messages[2].tool_call_id: 'b' is none of a",
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    calling("a", "b"),
-                    *[{**RESULT, "tool_call_id": "a"}] * 2,
-                    ANSWER,
-                ]
-            },
-            "messages[3].tool_call_id: 'a' has a result already",
-        ),
-        (
-            {"messages": [USER, calling("a", arguments='{"n": ')]},
-            "messages[1].tool_calls[0].function.arguments: expected an object or its JSON text",
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    {"role": "assistant", "function_call": {"name": "look", "arguments": "[1]"}},
-                ]
-            },
-            "messages[1].function_call.arguments: expected an object or its JSON text",
-        ),
+        ({**of(USER, ANSWER), "tools": ["look"]}, "line 3: field 'tools': expected a list"),
+        (of(USER), "field 'messages': the last message must be the assistant's"),
+        (of(USER, ANSWER, USER), "the last message must be the assistant's"),
+        (of(ANSWER), "messages: at least one message is required"),
+        (of(USER, "x"), "messages[1]: expected an object, got 'x'"),
+        (of(USER, {"role": "assistant", "content": 7}), "messages[1].content: expected a string"),
+        (of(USER, ANSWER, ANSWER), "messages[1]: makes 0 calls, followed by 0 results and another"),
+        (of(USER, ANSWER, RESULT, ANSWER), "makes 0 calls, followed by 1 result and another turn"),
+        (of(USER, CALLING, ANSWER), "messages[1]: makes 1 call, followed by 0 results and another"),
+        (of(USER, CALLING, USER, ANSWER), "messages[1]: makes 1 call, followed by 0 results"),
+        (of(USER, CALLING, RESULT), "messages[1]: makes 1 call, followed by 1 result and no turn"),
+        (of(USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER),
+         "messages[2].content[0]: expected a text part"),
+        (of(USER, {**ANSWER, "weight": 2}),
+         "messages[1].weight: expected 0 (not trained on) or 1, got 2"),
+        (of({**USER, "weight": 1}, ANSWER),
+         "messages[0].weight: only messages of the assistant are trained on"),
+        (of(USER, {**ANSWER, "reasoning_content": "Long ago."}),
+         "messages[1].reasoning_content: the model's chat template has no place for it"),
+        (of(USER, {**ANSWER, "content": None, "refusal": "No."}),
+         "messages[1].refusal: the model's chat template has no place for it"),
+        (of(USER, calling("a"), {**RESULT, "tool_call_id": "b"}, ANSWER),
+         "messages[2].tool_call_id: 'b' is none of a"),
+        (of(USER, calling("a", "b"), *[{**RESULT, "tool_call_id": "a"}] * 2, ANSWER),
+         "messages[3].tool_call_id: 'a' has a result already"),
+        (of(USER, calling("a", arguments='{"n": ')),
+         "messages[1].tool_calls[0].function.arguments: expected an object or its JSON text"),
+        (of(USER, {"role": "assistant", "function_call": {"name": "look", "arguments": "[1]"}}),
+         "messages[1].function_call.arguments: expected an object or its JSON text"),
     ],
-)
-def test_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
+)  # fmt: skip
+def test_bad_line_is_named(tmp_path: Path, row: Any, stated: str) -> None:
     path = tmp_path / "dialogues.jsonl"
     good = json.dumps({"messages": [USER, ANSWER]})
     bad = row if isinstance(row, str) else json.dumps(row)
@@ -372,7 +325,7 @@ def test_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
     with pytest.raises(DataError) as error:
         read_samples(FAKE, DialoguesSettings(paths=[path]), max_tokens=1000)
     assert f"{path}: line 3" in str(error.value)
-    assert said in str(error.value)
+    assert stated in str(error.value)
 
 
 def test_samples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -460,43 +413,31 @@ class PlayedLearner(FakeLearner):
         self.weights, self._newest = [], None
 
 
-class Said:
-    """Records reports."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def show(self, status: RunStatus) -> None:
-        self.last = status
-
-
 SAMPLES = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]
 SETTINGS = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0, checkpoint_every=2)
 
 
 async def tune(
-    folder: RunFolder, learner: PlayedLearner, said: Said | None = None, **changed: Any
+    folder: RunFolder,
+    learner: PlayedLearner,
+    stated: RecordedProgress | None = None,
+    **changed: Any,
 ) -> Path:
     samples = changed.pop("samples", SAMPLES)
     emit = changed.pop("emit", ignore)
     settings = SETTINGS.model_copy(update=changed)
     plan = FineTuningPlan(settings, samples, folder)
-    return await fine_tune(plan, learner, report=said or Said(), max_restarts=1, emit=emit)
+    return await fine_tune(
+        plan, learner, report=stated or RecordedProgress(), max_restarts=1, emit=emit
+    )
 
 
 def losses(folder: RunFolder) -> list[tuple[int, float]]:
     return [(row["step"], row["learner/loss"]) for row in folder.metrics()]
 
 
-@pytest.mark.anyio
 async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
-    learner, stated = PlayedLearner(), Said()
+    learner, stated = PlayedLearner(), RecordedProgress()
     folder = RunFolder(tmp_path / "run", "")
     heard: list[Event] = []
     model = await tune(folder, learner, stated, emit=heard.append)
@@ -518,14 +459,17 @@ async def test_run_trains_records_and_publishes(tmp_path: Path) -> None:
     assert [(m["step"], m["epoch"]) for m in metrics] == [(n, 1 + n // 4) for n in range(1, 7)]
     assert list((folder.path / "batches").iterdir()) == []
     assert stated.lines[-1] == f"step 6/6, epoch 2: loss {losses(folder)[-1][1]:.4f}"
-    assert (stated.last.step, stated.last.num_steps, stated.last.left_s) == (6, 6, 0)
+    assert (
+        stated.statuses[-1].step,
+        stated.statuses[-1].num_steps,
+        stated.statuses[-1].left_s,
+    ) == (6, 6, 0)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, dies: int) -> None:
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
-    another, learner, stated = PlayedLearner(), PlayedLearner(dies), Said()
+    another, learner, stated = PlayedLearner(), PlayedLearner(dies), RecordedProgress()
     await tune(unbroken, another)
     await tune(broken, learner, stated)
     assert learner.num_restarts == 1
@@ -535,7 +479,6 @@ async def test_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, di
     assert "The learner was lost; restarting it: step: rank 1 ended" in stated.lines
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> None:
     """The resumed run's learner does not die any more."""
@@ -543,7 +486,9 @@ async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> Non
     another, learner = PlayedLearner(), PlayedLearner(dies)
     await tune(unbroken, another)
     with pytest.raises(LearnerLost):
-        await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, broken), learner, report=Said())
+        await fine_tune(
+            FineTuningPlan(SETTINGS, SAMPLES, broken), learner, report=RecordedProgress()
+        )
     await learner.restart()
     model = await tune(broken, learner)
     assert (learner.weights, losses(broken)) == (another.weights, losses(unbroken))
@@ -552,11 +497,12 @@ async def test_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> Non
     assert FineTuningPlan(longer, SAMPLES, broken).model is None
 
 
-@pytest.mark.anyio
 async def test_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
     with pytest.raises(LearnerLost):
-        await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=Said())
+        await fine_tune(
+            FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=RecordedProgress()
+        )
     remaining = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
     for changed in ({"samples": remaining}, {"seed": 1}, {"batch_tokens": 6}):
         with pytest.raises(RunFolderError, match="the batches up to step 2 would differ"):

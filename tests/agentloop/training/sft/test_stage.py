@@ -29,7 +29,6 @@ from agentloop.training.sft.run import DialogueTraining
 from agentloop.training.sft.stage import FineTuning
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(60),
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
 ]

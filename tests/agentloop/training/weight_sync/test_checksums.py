@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
-from agentloop.training.weight_sync.checksums import (
-    Tensor,
-    checksum,
-    config_dtype,
-    parts_of,
-)
+from agentloop.training.weight_sync.checksums import Tensor, checksum, config_dtype, parts_of
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.verify import Proof, judge, layout_of, prove
 
@@ -126,7 +121,7 @@ def test_type_that_auto_means() -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "config", "why"),
+    ("info", "config", "reason"),
     [
         ({}, {}, None),
         ({"sglang": "0.5.24"}, {}, "SGLang 0.5.24"),
@@ -140,16 +135,16 @@ def test_type_that_auto_means() -> None:
     ],
 )
 def test_reason_is_given_if_expected_checksums_are_unknown(
-    info: dict[str, str], config: dict[str, str], why: str | None
+    info: dict[str, str], config: dict[str, str], reason: str | None
 ) -> None:
     usual: dict[str, Any] = {"device": "cpu", "dtype": "float", "sglang": "0.5.23"}
     result = layout_of(WeightsInfo(2, **{**usual, **info}), {**CONFIG, **config})
-    if why is None:
+    if reason is None:
         assert isinstance(result, Layout)
         assert (result.num_ranks, result.num_kv_heads) == (2, 2)
     else:
         assert isinstance(result, str)
-        assert why in result
+        assert reason in result
 
 
 EXPECTED = {("a", 0): "1", ("b", 0): "2", ("a", 1): "3", ("b", 1): "4"}
@@ -175,19 +170,15 @@ def test_every_rank_of_a_server_must_have_the_learners_weights() -> None:
 
 PROOFS = st.dictionaries(
     st.sampled_from("abcdef"),
-    st.builds(
-        Proof,
-        checksum=st.sampled_from("12"),
-        rest=st.sampled_from(["", "x", "y"]),
-        wrong=st.sampled_from(["", "", "", "bad"]),
-    ),
-)
+    st.builds(Proof, checksum=st.sampled_from("12"), rest=st.sampled_from(["", "x", "y"]),
+        wrong=st.sampled_from(["", "", "", "bad"])),
+)  # fmt: skip
 
 
-@given(proofs=PROOFS, rest=st.sampled_from([None, "x", "y"]))
+@given(proofs=PROOFS, remaining=st.sampled_from([None, "x", "y"]))
 @settings(deadline=None)
-def test_servers_are_judged_right_or_wrong(proofs: dict[str, Proof], rest: str | None) -> None:
-    result = judge(proofs, rest)
+def test_servers_are_judged_right_or_wrong(proofs: dict[str, Proof], remaining: str | None) -> None:
+    result = judge(proofs, remaining)
     assert sorted([*result.right, *result.wrong]) == sorted(proofs), "each is one of the two"
     right = [proofs[url] for url in result.right]
     assert not any(first.wrong for first in right), "the learner's tensors decide"
@@ -196,8 +187,8 @@ def test_servers_are_judged_right_or_wrong(proofs: dict[str, Proof], rest: str |
             assert url in result.right, "whoever has all of them needs no other"
     assert len({first.rest for first in right if first.rest}) <= 1, "no two that differ"
     votes = [first.rest for first in proofs.values() if first.rest and not first.wrong]
-    if rest is not None:
-        assert result.rest == rest
+    if remaining is not None:
+        assert result.rest == remaining
     elif result.rest is None:
         assert votes.count("x") == votes.count("y")
     else:

@@ -20,17 +20,8 @@ from tests.agentloop.training.loop_support import (
     RecordingLearner,
     run_loop,
 )
-from tests.agentloop.training.weight_sync.test_sync import (
-    ANSWER,
-    ONE,
-    TWO,
-    routed,
-    states,
-    turn,
-)
+from tests.agentloop.training.weight_sync.test_sync import ANSWER, ONE, TWO, routed, states, turn
 from tests.support import FakeSGLang, eventually
-
-pytestmark = pytest.mark.anyio
 
 MEMORY = {"kv_cache", "weights"}
 
@@ -47,9 +38,7 @@ class WatchedRollouts(FakeRollouts):
         return await super().__call__(prompt, **options)
 
 
-async def test_memory_alternates_between_learner_steps_and_rollouts(
-    tmp_path: Path,
-) -> None:
+async def test_memory_alternates_between_learner_steps_and_rollouts(tmp_path: Path) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
     released: list[tuple[str, set[str]]] = []
 
@@ -107,7 +96,6 @@ async def test_weights_are_loaded_again_after_a_recovery_without_new_ones(tmp_pa
         max_restarts=1,
         lends=True,
         steps=2,
-        evaluate_every=0,
     )
     assert learner.num_starts == 2
     assert fake.version == "2"

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 
 from agentloop.environments.tasks.sources import TaskSource
-from agentloop.errors import (
-    RequestError,
-)
+from agentloop.errors import RequestError
 from agentloop.training.weight_sync.settings import WeightsSettings
-from agentloop.trajectory import (
-    Trajectory,
-)
+from agentloop.trajectory import Trajectory
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
@@ -26,12 +22,12 @@ from tests.agentloop.training.loop_support import (
 )
 from tests.support import FakeSGLang, eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+pytestmark = pytest.mark.timeout(60)  # each step is synced to the disk
 
 
 async def test_transport_broadcast_sends_weights_in_a_process_group(tmp_path: Path) -> None:
     weights = WeightsSettings(transport="broadcast")
-    learner, _, run = await run_loop(tmp_path, steps=1, evaluate_every=0, weights=weights)
+    learner, _, run = await run_loop(tmp_path, steps=1, weights=weights)
     sent = ["layout", "open", "join", "send", "leave"]
     # At the end the model stays in the run's folder.
     assert [op for op, _ in learner.requests] == [*sent, "step", *sent, "save", "publish"]
@@ -55,15 +51,12 @@ async def test_run_removes_its_weights_from_an_external_folder(tmp_path: Path, f
     with pytest.raises(ExceptionGroup) if fails else nullcontext():  # of the router
         await run_loop(
             tmp_path, run_group=run_group, weights=weights, steps=1, prompts_per_step=1,
-            evaluate_every=0,
         )  # fmt: skip
     assert bool(observed) == fails
     assert list(shared.iterdir()) == []
 
 
-async def test_restarted_server_gets_the_weights_while_rollouts_wait(
-    tmp_path: Path,
-) -> None:
+async def test_restarted_server_gets_the_weights_while_rollouts_wait(tmp_path: Path) -> None:
     fake = FakeSGLang([5])
 
     class Waiting(FakeRollouts):
@@ -75,14 +68,12 @@ async def test_restarted_server_gets_the_weights_while_rollouts_wait(
 
     tasks = TaskSource.open(ARITHMETIC)
     learner, _, _ = await run_loop(
-        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, steps=1, evaluate_every=0
+        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, steps=1
     )
     assert len(learner.batches) == 1
 
 
-async def test_learner_lost_while_sending_to_a_restarted_server_is_restarted(
-    tmp_path: Path,
-) -> None:
+async def test_learner_lost_while_sending_to_restarted_server_is_restarted(tmp_path: Path) -> None:
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
 
     class LostToo(LostLearner):
@@ -99,9 +90,15 @@ async def test_learner_lost_while_sending_to_a_restarted_server_is_restarted(
 
     lost = LostToo("join", 2)  # the first is as the run begins
     await run_loop(
-        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, max_restarts=2,
-        weights=WeightsSettings(transport="broadcast"), steps=1, prompts_per_step=1,
-        evaluate_every=0,
-    )  # fmt: skip
+        tmp_path,
+        tasks=tasks,
+        run_group=Waiting(tasks),
+        fake=fake,
+        learner=lost,
+        max_restarts=2,
+        weights=WeightsSettings(transport="broadcast"),
+        steps=1,
+        prompts_per_step=1,
+    )
     assert lost.num_starts == 2
     assert len(lost.learned) == 1

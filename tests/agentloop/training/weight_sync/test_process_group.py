@@ -23,8 +23,6 @@ from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
 from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang
 
-pytestmark = pytest.mark.anyio
-
 SETTINGS = WeightsSettings(transport="broadcast")
 NAMES = ["embed", "norm"]
 
@@ -209,9 +207,7 @@ async def test_sync_that_fails_without_a_culprit_is_not_repeated(tmp_path: Path)
         assert near.nobody_waits()
 
 
-async def test_dead_learner_is_an_error_without_waiting_servers(
-    tmp_path: Path,
-) -> None:
+async def test_dead_learner_is_an_error_without_waiting_servers(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(2)) as near:
         near.learner.fails["send"] = LearnerError("send: rank 0 ended")
         near.learner.fails["leave"] = LearnerError("leave: rank 0 ended")

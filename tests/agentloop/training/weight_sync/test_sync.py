@@ -32,8 +32,6 @@ from tests.agentloop.training.fake_learner import FakeLearner
 from tests.patience import patient
 from tests.support import FakeSGLang, Fault, eventually
 
-pytestmark = pytest.mark.anyio
-
 ANSWER = [5, 6, 99]
 LATE_S = 4.0  # for a server that never answers; the others have to, within it
 ONE, TWO = (PublishedFolder(version, Path("weights") / version) for version in ("1", "2"))
@@ -133,9 +131,7 @@ async def test_sync_without_servers_is_an_error() -> None:
         assert states(router) == ["stale"]
 
 
-async def test_version_that_a_server_reports_is_not_proof(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_version_that_a_server_reports_is_not_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server reports version 1 but has other weights; probes do not change that."""
     probes: list[str] = []
     ask = SGLangServer.weight_version
@@ -324,9 +320,7 @@ async def test_tensors_without_expected_checksums_are_compared_among_servers(
     assert all("quantization = fp8" in single for single in stated)
 
 
-async def test_files_changed_after_publication_are_not_served(
-    tmp_path: Path,
-) -> None:
+async def test_files_changed_after_publication_are_not_served(tmp_path: Path) -> None:
     """This holds although all servers have read the same files."""
     publish(tmp_path)
     remaining = {name: single + 1 for name, single in TENSORS.items()}
@@ -345,27 +339,27 @@ def sampled(begun_s: float, servers: list[str], *versions: str) -> Trajectory:
     return Trajectory("t", [1], turns, created_unix_s=begun_s - 2)
 
 
-@pytest.mark.parametrize("how", ["tie", "single", "outvoted"])
+@pytest.mark.parametrize("case", ["tie", "single", "outvoted"])
 async def test_tokens_sampled_by_mislabelled_weights_are_distrusted(
-    tmp_path: Path, how: str
+    tmp_path: Path, case: str
 ) -> None:
     """This includes a sync that failed and was retried; turns that start afterwards are trusted."""
     publish(tmp_path)
-    single = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
-    more = {"tie": 1, "single": 0, "outvoted": 2}[how]
+    single = FakeSGLang(ANSWER, weights="others", sums=WRONG if case == "single" else {})
+    more = {"tie": 1, "single": 0, "outvoted": 2}[case]
     remaining = [FakeSGLang(ANSWER) for _ in range(more)]
     published = PublishedFolder("1", tmp_path)
     async with routed(single, *remaining) as router:
         served = Served(router)
         before = time.time()
-        if how == "outvoted":
+        if case == "outvoted":
             came = await served.sync(published, timeout_s=15)
             single.weights = "sum"
             assert await served.sync_stale(came, timeout_s=15)
         else:
             with pytest.raises(ServerError):
                 await served.sync(published, timeout_s=15)
-            single.weights, single.sums = "sum", sums() if how == "single" else {}
+            single.weights, single.sums = "sum", sums() if case == "single" else {}
             await served.sync(published, timeout_s=15)
         assert states(router) == ["healthy"] * (1 + more)
         after = time.time()
@@ -375,7 +369,7 @@ async def test_tokens_sampled_by_mislabelled_weights_are_distrusted(
     assert not served.is_tainted(sampled(before, ["elsewhere"], "1"))
     assert not served.is_tainted(sampled(after, [single.url], "1"))
     for fake in remaining:
-        assert served.is_tainted(sampled(before, [fake.url], "1")) == (how == "tie")
+        assert served.is_tainted(sampled(before, [fake.url], "1")) == (case == "tie")
 
 
 async def test_wrong_weights_of_a_returning_server_are_distrusted(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from agentloop.trajectory import (
 )
 from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"type": "function", "function": {"name": "theirs"}}

@@ -16,8 +16,6 @@ from agentloop.trajectory import TurnEnd
 from tests.agentloop.serving.test_app import CHAT, Service, client, says, service
 from tests.support import END, Step, chunks, logprob, written
 
-pytestmark = pytest.mark.anyio
-
 HELLO = written(CHAT, "hello world")
 
 

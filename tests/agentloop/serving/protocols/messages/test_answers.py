@@ -18,11 +18,7 @@ from agentloop.errors import RequestError, ServerError, UnknownModel
 from agentloop.serving.exchange import named_event
 from agentloop.serving.http import error_body, error_of
 from agentloop.serving.protocols.chat.chat_completions import ChunkWriter, chunk_frame, completion
-from agentloop.serving.protocols.messages.answers import (
-    MessagesStream,
-    error_form,
-    whole,
-)
+from agentloop.serving.protocols.messages.answers import MessagesStream, error_form, whole
 from agentloop.serving.protocols.messages.messages import MessagesRequest
 from agentloop.serving.schemas import ChatCompletionChunk
 from agentloop.trajectory import StopReason, Trajectory, Turn
@@ -32,8 +28,6 @@ anthropic = pytest.importorskip(
     "anthropic", reason="needs Anthropic's client: pip install --group test"
 )
 import httpx2  # noqa: E402  (what the client speaks HTTP with)
-
-pytestmark = pytest.mark.anyio
 
 CHAT = chat_format()
 HELLO = [{"role": "user", "content": "hello"}]

@@ -161,27 +161,19 @@ def test_fields_that_do_not_change_the_answer_are_ignored() -> None:
         ({"stop": ["a"]}, "stop: .*use stop_sequences"),
         ({"regex": "a"}, "regex: .*use output_config.format"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, r'tools\[0\]\.type: "web_sea'),
-        (
-            {"tools": [{**THEIRS, "allowed_callers": ["code_execution_20250825"]}]},
-            r"tools\[0\]\.allowed_callers",
-        ),
+        ({"tools": [{**THEIRS, "allowed_callers": ["code_execution_20250825"]}]},
+         r"tools\[0\]\.allowed_callers"),
         ({"thinking": {"type": "between_tools"}}, r"thinking\.type"),
-        (
-            {"context_management": {"edits": [{"type": "compact_20260112"}]}},
-            r"context_management\.edits\[0\]\.type",
-        ),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}},
+         r"context_management\.edits\[0\]\.type"),
         ({"system": [{"type": "image"}]}, r'system\[0\]\.type: "image"'),
-        (
-            {"messages": [{"role": "user", "content": [text("a"), {"type": "document"}]}]},
-            r'messages\[0\]\.content\[1\]\.type: "document"',
-        ),
-        (
-            {"messages": [*HELLO, assistant({"type": "server_tool_use"}), *HELLO]},
-            r'messages\[1\]\.content\[0\]\.type: "server_tool_use"',
-        ),
+        ({"messages": [{"role": "user", "content": [text("a"), {"type": "document"}]}]},
+         r'messages\[0\]\.content\[1\]\.type: "document"'),
+        ({"messages": [*HELLO, assistant({"type": "server_tool_use"}), *HELLO]},
+         r'messages\[1\]\.content\[0\]\.type: "server_tool_use"'),
         ({"messages": [*HELLO, assistant(text("The"))]}, r"messages\[1\]\.role: .*\(prefill\)"),
     ],
-)
+)  # fmt: skip
 def test_fields_that_would_change_the_answer_are_refused_by_name(
     fields: dict[str, Any], named: str
 ) -> None:
@@ -296,12 +288,8 @@ def test_instruction_in_mid_conversation_is_said_by_the_user() -> None:
         HELLO[0], brief, assistant(use()), got, {**brief, "content": "stop"}, assistant(text(""))
     )
     assert [message["role"] for message in made] == [
-        "user",
-        "assistant",
-        "tool",
-        "user",
-        "assistant",
-    ]
+        "user", "assistant", "tool", "user", "assistant",
+    ]  # fmt: skip
     first, _, _, second, _ = (message["content"] for message in made)
     assert first == "hello\n\n<system-reminder>\nbe\n\nbrief\n</system-reminder>"
     assert second == "<system-reminder>\nstop\n</system-reminder>"

@@ -64,12 +64,8 @@ def test_supported_parameters_are_translated() -> None:
     assert request.messages == [message("Be brief.", "system"), message("hello")]
     assert (request.model, request.stream, request.token_limit) == ("m", True, 10)
     assert request.sampling_overrides() == {
-        "temperature": 0,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 3,
-    }
+        "temperature": 0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3,
+    }  # fmt: skip
     options = request.turn_options()
     assert (options.stop, options.single_call, options.num_top_logprobs) == (("a",), True, 2)
     assert options.rules == OutputRules("required")
@@ -129,18 +125,12 @@ def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
         ("tools", [{"type": "local_shell"}], r'tools\[0\].type: "local_shell" is not'),
         ("tools", [{"type": "web_search"}], r'tools\[0\].type: "web_search" is not'),
         ("tool_choice", {"type": "file_search"}, 'tool_choice.type: "file_search"'),
-        (
-            "input",
-            [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}],
-            r'input\[0\].content\[0\].type: "input_image"',
-        ),
-        (
-            "input",
-            [{"type": "reasoning", "summary": [], "encrypted_content": "x"}],
-            r"input\[0\].encrypted_content",
-        ),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}],
+         r'input\[0\].content\[0\].type: "input_image"'),
+        ("input", [{"type": "reasoning", "summary": [], "encrypted_content": "x"}],
+         r"input\[0\].encrypted_content"),
     ],
-)
+)  # fmt: skip
 def test_fields_that_would_change_the_answer_are_refused_by_name(
     field: str, value: Any, named: str
 ) -> None:

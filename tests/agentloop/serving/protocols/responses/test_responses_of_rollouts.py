@@ -20,8 +20,6 @@ from agentloop.serving.protocols.responses.stream import ResponsesStream, messag
 from agentloop.trajectory import Trajectory
 from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
 
-pytestmark = pytest.mark.anyio
-
 CHAT = chat_format()
 FRAME = chunk_frame("chatcmpl-1", "m")
 THEIRS = {"type": "function", "function": {"name": "theirs"}}

@@ -392,16 +392,12 @@ def test_failure_before_the_response_is_an_error() -> None:
     [
         (RequestError("messages[3].content: bad"), 400, "input", "input: bad"),
         (PromptTooLong("messages: too long"), 400, "input", "input: too long"),
-        (
-            RequestError("response_format.schema: bad"),
-            400,
-            "text.format.schema",
-            "text.format.schema: bad",
-        ),
+        (RequestError("response_format.schema: bad"), 400, "text.format.schema",
+         "text.format.schema: bad"),
         (RequestError("temperature: bad"), 400, "temperature", "temperature: bad"),
         (ServerError("messages: gone"), 503, None, "messages: gone"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_fields_of_this_protocol(
     error: Any, status: int, param: str | None, message: str
 ) -> None:
