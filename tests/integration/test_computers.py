@@ -236,6 +236,34 @@ async def test_program_that_is_cancelled_leaves_no_process(box: Computer) -> Non
 # -- walls ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"user": "nobody2"}, "no user 'nobody2'"), ({"workdir": "/none"}, "directory: '/none'")],
+)
+async def test_shell_that_cannot_start_says_why(
+    box: Computer, options: dict[str, str], reason: str
+) -> None:
+    result = await box.shell(**options).run("true")
+    assert (result.status, result.shell_ended) == (CallStatus.ERROR, True)
+    assert reason in result.stderr
+    if "user" in options:
+        assert (
+            await box.execute(["id"], **options)
+        ).stderr == f"agentloop: the image has {reason}\n"
+
+
+async def test_arguments_that_are_none_are_refused(box: Computer) -> None:
+    for env in ({"A=B": "1"}, {"": "1"}, {"A": "\0"}, {"A": 1}):
+        with pytest.raises(ValueError, match="env: "):
+            await box.execute(["true"], env=env)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="command: 'ls -l' is no list"):
+        await box.execute("ls -l")
+    with pytest.raises(ValueError, match="port: 65536"):
+        async with box.port(1 << 16):
+            pass
+    assert "b'" not in (await box.execute(["nonsuch"])).stderr
+
+
 async def test_memory_limit_ends_the_process_and_not_the_computer(pool: Pool) -> None:
     async with pool.computer(limits=ComputerLimits(memory_mib=64)) as box:
         result = await box.run("python3 -c 'bytearray(200 << 20)'", timeout_s=LONG_S)

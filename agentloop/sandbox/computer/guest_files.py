@@ -170,7 +170,7 @@ def execute(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
         os.chdir(request["cwd"])
         os.execvpe(program, argv, env)
     except OSError as error:
-        os.write(2, f"{error.filename or program}: {error.strerror}\n".encode())
+        os.write(2, os.fsencode(error.filename or program) + f": {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
