@@ -354,6 +354,8 @@ async def test_files_in_and_out(box: Computer, tmp_path: Path) -> None:
     await box.put(source, "/copy")
     await box.get("/copy", tmp_path / "back")
     assert (tmp_path / "back" / "link").read_bytes() == b"1"
+    with pytest.raises(IsADirectoryError, match="/copy"):
+        await box.read("/copy")
     await box.remove("/copy")
     with pytest.raises(FileNotFoundError):
         await box.read("/copy/link")
