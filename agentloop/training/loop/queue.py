@@ -419,8 +419,7 @@ class GroupQueue:
 
     async def outcomes(self) -> list[tuple[str, GroupOutcome]]:
         """Return all outcomes with their keys, in the order in which they were recorded."""
-        columns = "key, num_solved, num_rollouts, is_equal"
-        query = f"SELECT {columns} FROM outcomes ORDER BY number"
+        query = "SELECT key, num_solved, num_rollouts, is_equal FROM outcomes ORDER BY number"
 
         def work(db: sqlite3.Connection) -> list[tuple[str, GroupOutcome]]:
             rows = db.execute(query).fetchall()
