@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiodocker
 import anyio
@@ -233,23 +234,19 @@ async def test_program_that_is_cancelled_leaves_no_process(box: Computer) -> Non
     await until(is_gone)
 
 
-# -- walls ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"user": "nobody2"}, "no user 'nobody2'"), ({"workdir": "/none"}, "directory: '/none'")],
 )
 async def test_shell_that_cannot_start_says_why(
-    box: Computer, options: dict[str, str], reason: str
+    box: Computer, options: dict[str, Any], reason: str
 ) -> None:
     result = await box.shell(**options).run("true")
     assert (result.status, result.shell_ended) == (CallStatus.ERROR, True)
     assert reason in result.stderr
     if "user" in options:
-        assert (
-            await box.execute(["id"], **options)
-        ).stderr == f"agentloop: the image has {reason}\n"
+        result = await box.execute(["id"], **options)
+        assert result.stderr == f"agentloop: the image has {reason}\n"
 
 
 async def test_arguments_that_are_none_are_refused(box: Computer) -> None:
@@ -262,6 +259,9 @@ async def test_arguments_that_are_none_are_refused(box: Computer) -> None:
         async with box.port(1 << 16):
             pass
     assert "b'" not in (await box.execute(["nonsuch"])).stderr
+
+
+# -- walls ------------------------------------------------------------------------------------
 
 
 async def test_memory_limit_ends_the_process_and_not_the_computer(pool: Pool) -> None:

@@ -322,11 +322,10 @@ class Shell:
             self._begin()
 
     def _begin(self) -> None:
-        command = self._command
         self._pass_on_idle()
         self._before = set(parents())
         self._num_kills = count_oom_kills()
-        quoted = b"'" + command.replace(b"'", b"'\\''") + b"'"
+        quoted = b"'" + self._command.replace(b"'", b"'\\''") + b"'"
         before = b"(exit %d); " % self._status if self._status else b""
         # On a line of its own, the status is told after an interrupt, too.
         tell = b"printf '%%d\\n' \"$?\" >&%d\n" % CONTROL_FD
