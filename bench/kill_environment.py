@@ -8,11 +8,13 @@ import os
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import anyio
 import anyio.to_thread
 
 import agentloop
+from agentloop.agent.tools import as_tool
 
 __all__ = ["EFFECTS", "ask_again", "fail_at_random", "solve_and_check"]
 
@@ -58,7 +60,9 @@ async def ask_again(task: agentloop.Task, agent: agentloop.Agent) -> float:
         num_asked += 1
         return None if num_asked == 5 else task.question
 
-    answered = await agent.run(task.prompt, tools=[python_code_with_standard_io], reply=reply)
+    tool: Any = as_tool(python_code_with_standard_io)
+    tool.is_stateless = True  # what it does depends on nothing that was done before
+    answered = await agent.run(task.prompt, tools=[tool], reply=reply)
     return _coin("".join(turn.text for turn in answered.turns))
 
 

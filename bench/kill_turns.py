@@ -159,7 +159,7 @@ def _environment(played: Played, *, may_repeat: bool) -> Environment:
             return "done"
 
         tool: Any = as_tool(act)
-        tool.may_repeat = may_repeat
+        tool.is_stateless, tool.may_repeat = True, may_repeat
         await agent.run("Act.", tools=[tool])
         return 1.0
 

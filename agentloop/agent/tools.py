@@ -132,7 +132,9 @@ class FunctionTool:
         has_state = not isinstance(owner, type | ModuleType)
         is_concurrent = getattr(function, "__agentloop_concurrent__", False)
         self.state: object = owner if has_state and not is_concurrent else None
-        self.is_stateless = owner is None or not has_state
+        # A nested function may change the variables around it, such as a count of its calls.
+        is_nested = getattr(function, "__closure__", None) is not None
+        self.is_stateless = (owner is None or not has_state) and not is_nested
         self._is_async = inspect.iscoroutinefunction(function)
         self._arguments = _arguments_model(function)
 

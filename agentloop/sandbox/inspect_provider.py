@@ -91,10 +91,19 @@ class _OpenPool:
         await asyncio.wait([self._task])  # no deadline: its cleanup has one
 
     async def image(self, config: ComputerConfig) -> str:
-        """Return the name of an image, which is built first if it is a Dockerfile's path."""
+        """Return the name of an image, which is built first if it is a Dockerfile's path.
+
+        Raises:
+            ValueError: it is another file, such as Compose's.
+        """
         path = anyio.Path(config.image)
         if not await path.is_file():
+            for folder in path.parents if path.is_absolute() else ():
+                if await folder.is_dir():  # of the task: Inspect puts it before the name
+                    return str(path.relative_to(folder))
             return config.image
+        if path.name != "Dockerfile":
+            raise ValueError(f"sandbox: {path} is not named Dockerfile: agentloop builds no other")
         return await self.pool.build_image(Path(path.parent))
 
 

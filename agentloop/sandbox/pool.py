@@ -421,7 +421,7 @@ class Pool:
             ProgramUnsupported: there is no engine on this machine, or it lacks the image.
             SandboxUnavailable: the engine failed.
             Overloaded: `max_sessions` are open, and none was closed in time.
-            ValueError: the list of hosts has what is none.
+            ValueError: the list of hosts, or `env`, has what is none.
         """
         fleet = await self._open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())

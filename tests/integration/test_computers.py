@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiodocker
 import anyio
@@ -233,6 +234,33 @@ async def test_program_that_is_cancelled_leaves_no_process(box: Computer) -> Non
     await until(is_gone)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"user": "nobody2"}, "no user 'nobody2'"), ({"workdir": "/none"}, "directory: '/none'")],
+)
+async def test_shell_that_cannot_start_says_why(
+    box: Computer, options: dict[str, Any], reason: str
+) -> None:
+    result = await box.shell(**options).run("true")
+    assert (result.status, result.shell_ended) == (CallStatus.ERROR, True)
+    assert reason in result.stderr
+    if "user" in options:
+        result = await box.execute(["id"], **options)
+        assert result.stderr == f"agentloop: the image has {reason}\n"
+
+
+async def test_arguments_that_are_none_are_refused(box: Computer) -> None:
+    for env in ({"A=B": "1"}, {"": "1"}, {"A": "\0"}, {"A": 1}):
+        with pytest.raises(ValueError, match="env: "):
+            await box.execute(["true"], env=env)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="command: 'ls -l' is no list"):
+        await box.execute("ls -l")
+    with pytest.raises(ValueError, match="port: 65536"):
+        async with box.port(1 << 16):
+            pass
+    assert "b'" not in (await box.execute(["nonsuch"])).stderr
+
+
 # -- walls ------------------------------------------------------------------------------------
 
 
@@ -326,6 +354,8 @@ async def test_files_in_and_out(box: Computer, tmp_path: Path) -> None:
     await box.put(source, "/copy")
     await box.get("/copy", tmp_path / "back")
     assert (tmp_path / "back" / "link").read_bytes() == b"1"
+    with pytest.raises(IsADirectoryError, match="/copy"):
+        await box.read("/copy")
     await box.remove("/copy")
     with pytest.raises(FileNotFoundError):
         await box.read("/copy/link")

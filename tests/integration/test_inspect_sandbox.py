@@ -121,6 +121,22 @@ async def test_connection_names_the_container(shared: Any) -> None:
     assert (await shared.connection()).container in await names_of_containers(os.getpid())
 
 
+async def test_name_of_image_is_found_behind_the_tasks_folder(shared: Any, tmp_path: Path) -> None:
+    sandbox, image = provider(), str(tmp_path / image_tag())
+    environments = await sandbox.sample_init("checks", image, {})
+    try:
+        assert (await environments["default"].exec(["python3", "--version"])).success
+    finally:
+        await sandbox.sample_cleanup("checks", image, environments, False)
+
+
+async def test_file_that_is_no_dockerfile_is_refused(shared: Any, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE)
+    (tmp_path / "compose.yaml").touch()
+    with pytest.raises(ValueError, match=r"compose\.yaml is not named Dockerfile"):
+        await provider().sample_init("checks", str(tmp_path / "compose.yaml"), {})
+
+
 async def test_lost_computer_is_unavailable(shared: Any, dockerfile: str) -> None:
     from inspect_ai.util import SandboxUnavailableError
 

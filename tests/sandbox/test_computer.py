@@ -73,6 +73,11 @@ def test_limits_are_checked(field: str) -> None:
         ComputerLimits(**{field: 0})
 
 
+def test_network_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="network: ''"):  # Docker's is its default one
+        ComputerSpec("image", "", ComputerLimits())
+
+
 def test_users_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "/etc/passwd": ["root:x:0:0::/root:", "me:x:7:8::/me:"],

@@ -63,5 +63,7 @@ def _module_of(name: str) -> str:
     """Return the name of the module. Raises SettingsError if `name` cannot be a package's."""
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name) or keyword.iskeyword(module):
-        raise SettingsError(f"NAME: {name!r} must be lower-case words, such as my-game")
+        raise SettingsError(
+            f"NAME: {name!r} must be lower-case words, no keyword of Python, such as my-game"
+        )
     return module

@@ -179,7 +179,7 @@ class Computer:
         env: Mapping[str, str] | None = None,
     ) -> ComputerShell:
         """Return a further shell, which starts with its first command."""
-        merged = {**self.env, **(env or {})}
+        merged = {**self.env, **_checked_env(env or {})}
         return ComputerShell(self, user or self.user, workdir or self.workdir, merged)
 
     async def execute(
@@ -205,11 +205,14 @@ class Computer:
 
         Raises:
             ComputerLost: the computer is gone.
-            ValueError: there is no command, or a NUL in a string.
+            ValueError: the command is no list of a program and its arguments, or `env` none of
+                variables.
         """
-        variables = {**self.env, **(env or {})}
-        if not command or any("\0" in text for text in (*command, *variables, *variables.values())):
-            raise ValueError("command: a program is needed, and strings without a NUL")
+        variables = {**self.env, **_checked_env(env or {})}
+        if not command or isinstance(command, str) or any("\0" in text for text in command):
+            raise ValueError(
+                f"command: {command!r:.100} is no list of a program and its arguments, without NULs"
+            )
         begin: JsonObject = {"op": "file", "kind": "execute", "user": user or self.user}
         begin |= {"argv": list(command), "cwd": self._absolute(workdir or ""), "env": variables}
         limits = timeout_s, max_output_bytes, max_output_bytes
@@ -345,7 +348,12 @@ class Computer:
 
         Where nothing listens, connections are closed at once. What answers is the computer's:
         follow no redirects. If the computer is lost meanwhile, the end raises ComputerLost.
+
+        Raises:
+            ValueError: it is no number of a port.
         """
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"port: {port} is not from 1 to 65535")
         machine = self._machine
         machine.channel.check()
 
@@ -464,6 +472,7 @@ async def open_computer(
     snapshot: Snapshot | None = None,
 ) -> AsyncIterator[Computer]:
     """Open a computer; its container is removed behind it."""
+    env = _checked_env(env)
     box = Computer(fleet, await fleet.take(spec), user, workdir, env)
     try:
         if snapshot is not None:
@@ -471,6 +480,13 @@ async def open_computer(
         yield box
     finally:
         fleet.give_back(box._machine)
+
+
+def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not name or "=" in name or not isinstance(value, str) or "\0" in name + value:
+            raise ValueError(f"env: {name!r}: {value!r:.100} is no name and text without NULs")
+    return dict(env)
 
 
 async def _copy(file: FileRequest, target: IO[bytes], max_bytes: int) -> None:

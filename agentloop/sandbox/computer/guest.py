@@ -143,9 +143,16 @@ class Loop:
 
 
 def start(
-    fds: dict[int, int], user: str, main: Callable[[str, str], None], folder: str = "/"
+    fds: dict[int, int],
+    user: str,
+    main: Callable[[str, str], None],
+    folder: str = "/",
+    is_command: bool = True,
 ) -> int:
-    """Fork a child of another user, with these descriptors (ours by the child's number) alone."""
+    """Fork a child of another user, with these descriptors (ours by the child's number) alone.
+
+    Where that fails, it says so in words if it is a command, else in JSON.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -170,7 +177,8 @@ def start(
         status = 0
     except OSError as error:
         message = {"errno": error.errno or 5, "message": error.strerror or str(error)}
-        os.write(2, json.dumps({**message, "path": error.filename or folder}).encode())
+        text = json.dumps({**message, "path": error.filename or folder})
+        os.write(2, (f"agentloop: {error}\n" if is_command else text).encode())
         status = 1
     except BaseException:
         os.write(2, traceback.format_exc().encode())
@@ -194,7 +202,8 @@ class FileJob:
                 FILE_KINDS[request["kind"]](request, data, out)
 
         self.status, self.is_oom = 1, False
-        self.pid = start({0: in_r, 1: out_w, 2: err_w}, request["user"], main)
+        fds, is_command = {0: in_r, 1: out_w, 2: err_w}, request["kind"] == "execute"
+        self.pid = start(fds, request["user"], main, is_command=is_command)
         for fd in (in_r, out_w, err_w):
             os.close(fd)
         self.data = Outlet(guest.loop, in_w, self._ack)
@@ -279,7 +288,7 @@ class Shell:
         self._status = 0
         self._control = b""
         self._idle = {1: bytearray(), 2: bytearray()}
-        self._ready = False  # what it writes before is not a command's
+        self._ready = False  # what it writes before is a command's only if it ends there
         self._command = b""
         self._before: set[int] = set()
         self._num_kills = count_oom_kills()
@@ -313,14 +322,10 @@ class Shell:
             self._begin()
 
     def _begin(self) -> None:
-        id, command = self.run, self._command
-        for stream, kept in self._idle.items():
-            if kept:
-                self.guest.send({"op": "out", "id": id, "stream": stream}, bytes(kept))
-            kept.clear()
+        self._pass_on_idle()
         self._before = set(parents())
         self._num_kills = count_oom_kills()
-        quoted = b"'" + command.replace(b"'", b"'\\''") + b"'"
+        quoted = b"'" + self._command.replace(b"'", b"'\\''") + b"'"
         before = b"(exit %d); " % self._status if self._status else b""
         # On a line of its own, the status is told after an interrupt, too.
         tell = b"printf '%%d\\n' \"$?\" >&%d\n" % CONTROL_FD
@@ -365,15 +370,23 @@ class Shell:
             data = NOISE.sub(b"", data)
         if self.run is not None and self._ready:
             self.guest.send({"op": "out", "id": self.run, "stream": stream}, data)
-        elif self._ready:
+        else:
             kept = self._idle[stream]
             kept += data
             del kept[:-KEPT_BETWEEN_BYTES]
+
+    def _pass_on_idle(self) -> None:
+        """Pass on to the command what was written before it."""
+        for stream, kept in self._idle.items():
+            if kept and self.run is not None:
+                self.guest.send({"op": "out", "id": self.run, "stream": stream}, bytes(kept))
+            kept.clear()
 
     def _told(self, status: int) -> None:
         self._drain()
         if not self._ready:
             self._ready = True
+            self._idle = {1: bytearray(), 2: bytearray()}
             if self.run is not None:
                 self._begin()
             return
@@ -401,7 +414,9 @@ class Shell:
 
     def exited(self, status: int) -> None:
         self.pid = 0
-        self._ready = True
+        if not self._ready:
+            self._ready = True
+            self._pass_on_idle()
         self._drain()
         self._stdin.close()
         for fd in self._outs.values():

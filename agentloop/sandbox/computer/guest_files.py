@@ -92,9 +92,8 @@ def _drop_own_caps() -> None:
 def read_file(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
     """Write a regular file to `out`. A pipe or a device could give bytes for ever."""
     path = request["path"]
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    with open(path, "rb", opener=lambda path, mode: os.open(path, mode | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(22, "not a regular file", path)
         left = request["max_bytes"] + 1
         while left > 0 and (chunk := file.read(min(PIPE_BYTES, left))):
@@ -170,7 +169,7 @@ def execute(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
         os.chdir(request["cwd"])
         os.execvpe(program, argv, env)
     except OSError as error:
-        os.write(2, f"{error.filename or program}: {error.strerror}\n".encode())
+        os.write(2, os.fsencode(error.filename or program) + f": {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 

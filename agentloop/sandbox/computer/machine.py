@@ -122,6 +122,8 @@ class ComputerSpec:
     limits: ComputerLimits
 
     def __post_init__(self) -> None:
+        if not self.network:  # to the engine, its default network
+            raise ValueError("network: '' is none: write none, allow:HOST or an engine's network")
         _ = self.allowed  # raises ValueError
 
     @property

@@ -20,6 +20,7 @@ import json
 import secrets
 import sqlite3
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -418,8 +419,7 @@ class GroupQueue:
 
     async def outcomes(self) -> list[tuple[str, GroupOutcome]]:
         """Return all outcomes with their keys, in the order in which they were recorded."""
-        columns = "key, num_solved, num_rollouts, is_equal"
-        query = f"SELECT {columns} FROM outcomes ORDER BY number"
+        query = "SELECT key, num_solved, num_rollouts, is_equal FROM outcomes ORDER BY number"
 
         def work(db: sqlite3.Connection) -> list[tuple[str, GroupOutcome]]:
             rows = db.execute(query).fetchall()
@@ -476,7 +476,7 @@ class GroupQueue:
         async with self._lock:  # no deadline: each transaction has one, _BUSY_S
             try:  # takes milliseconds, at most _BUSY_S; cancellation waits for it
                 return await in_run_thread(transact)
-            except (sqlite3.Error, json.JSONDecodeError) as error:
+            except (sqlite3.Error, zlib.error, json.JSONDecodeError) as error:
                 raise RunFolderError(f"run.folder: {self._path}: {error}") from error
 
 

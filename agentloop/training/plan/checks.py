@@ -55,14 +55,17 @@ def _model(s: TrainSettings) -> Iterator[str]:
 
 
 def _sampling(s: TrainSettings) -> Iterator[str]:
-    if s.sampling.temperature < _MIN_TEMPERATURE:
-        yield (
-            f"sampling.temperature: {s.sampling.temperature:g} is greedy: all rollouts of a task "
-            "would be the same"
-        )
     sampling, longest = s.sampling, s.as_one_stage().budget.max_response_tokens
-    if sampling.top_k == 1:
-        yield "sampling.top_k: 1 is greedy: all rollouts of a task would be the same"
+    greedy = {
+        "temperature": sampling.temperature < _MIN_TEMPERATURE,
+        "top_k": sampling.top_k == 1,
+        "min_p": sampling.min_p == 1,
+    }
+    for name in (name for name, is_greedy in greedy.items() if is_greedy):
+        yield (
+            f"sampling.{name}: {getattr(sampling, name):g} is greedy: all rollouts of a task would "
+            "be the same"
+        )
     if sampling.truncates and not 0 < sampling.top_k <= MAX_KEPT_IDS:
         yield (
             f"sampling.top_k: {sampling.top_k} must be from 2 to {MAX_KEPT_IDS} with top_p, top_k "

@@ -52,17 +52,19 @@ async def test_conversation_goes_on_after_its_last_kept_turn() -> None:
         called.append((a, b))
         return a * b
 
+    tool: Any = as_tool(multiply)
+    tool.is_stateless = True
     disk = Disk()
-    cut = await run(disk, ScriptedEngine(says(CALL), says(CALL), LOST), [multiply])
+    cut = await run(disk, ScriptedEngine(says(CALL), says(CALL), LOST), [tool])
     assert (cut.stop_reason, len(called)) == (StopReason.INFRASTRUCTURE, 2)
     engine = ScriptedEngine(says("1776"))
-    complete = await run(disk, engine, [multiply])
+    complete = await run(disk, engine, [tool])
     assert (complete.stop_reason, complete.answer, len(called)) == (StopReason.ANSWERED, "1776", 2)
     assert loads(dumps(complete.turns[:2])) == loads(dumps(cut.turns[:2]))
     assert engine.asked[0].ids == cut.ids
     assert complete.elapsed_s >= cut.turns[1].ended_s
     # Now the whole conversation is kept.
-    assert (await run(disk, ScriptedEngine(), [multiply])).ids == complete.ids
+    assert (await run(disk, ScriptedEngine(), [tool])).ids == complete.ids
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ async def test_call_in_a_killed_turn_runs_twice_only_if_it_may(may_repeat: bool)
         return a * b
 
     tool: Any = as_tool(multiply)
-    tool.may_repeat = may_repeat
+    tool.is_stateless, tool.may_repeat = True, may_repeat
     disk = Disk()
     await run(disk, ScriptedEngine(says(CALL)[:-1] + LOST), [tool])
     again = await run(disk, ScriptedEngine(says(CALL), says("1776")), [tool])
@@ -106,14 +108,23 @@ async def test_call_in_a_killed_turn_runs_twice_only_if_it_may(may_repeat: bool)
 
 
 async def test_conversation_with_state_in_tools_is_not_kept() -> None:
+    called: list[int] = []
+
     class Board:
         def multiply(self, a: int, b: int) -> int:
             """Multiply two integers."""
             return a * b
 
-    disk = Disk()
-    await run(disk, ScriptedEngine(says(CALL), says("1776")), [Board().multiply])
-    assert not disk.rows
+    def nested(a: int, b: int) -> int:
+        """Multiply two integers."""
+        called.append(a)
+        return a * b
+
+    nested.__name__ = "multiply"
+    for tool in (Board().multiply, nested):
+        disk = Disk()
+        await run(disk, ScriptedEngine(says(CALL), says("1776")), [tool])
+        assert not disk.rows
 
 
 async def test_replies_to_kept_answers_are_asked_for_again() -> None:

@@ -51,6 +51,7 @@ from tests.support import FakeSGLang, eventually
         ("sampling.min_p=0.1", "sampling.top_k: -1 must be from 2 to 4096"),
         ("sampling.top_k=4097", "sampling.top_k: 4097 must be from 2 to 4096"),
         ("sampling.top_k=1", "sampling.top_k: 1 is greedy"),
+        ("sampling.min_p=1", "sampling.min_p: 1 is greedy"),
         ("learner.temperature=0.7", "unknown setting 'learner.temperature'"),
         ("learner.model=/elsewhere", "unknown setting 'learner.model'"),
         ("learner.loss.kl_coef=-0.1", "learner.loss.kl_coef: .* greater than or equal to 0"),

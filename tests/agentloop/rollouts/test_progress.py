@@ -18,7 +18,7 @@ from agentloop.environments.agent import Agent
 from agentloop.environments.environment import Environment
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import InfrastructureFailed
+from agentloop.errors import InfrastructureFailed, RunFolderError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
@@ -140,6 +140,14 @@ async def test_rows_of_ended_groups_are_dropped_at_opening(tmp_path: Path) -> No
         assert await queue.kept.of_group(1) == [("1-t.0", 0, {"a": 2})]
         await queue.reopen([1], version=1)
         assert await queue.kept.conversations() == []
+
+
+async def test_damaged_row_names_the_journal(tmp_path: Path) -> None:
+    async with opened_group(tmp_path) as (queue, _):
+        await queue.kept.add(1, "1-t.0", 0, {})
+        queue._connection.execute("UPDATE kept SET value = x'00'")
+        with pytest.raises(RunFolderError, match=r"queue\.sqlite: .*decompress"):
+            await queue.kept.of_group(1)
 
 
 async def test_rows_that_come_together_share_transactions(
