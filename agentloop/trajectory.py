@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from agentloop.kept_ids import KeptIds
-from agentloop.routed_experts import RoutedExperts
+from agentloop.token_records import KeptIds, RoutedExperts
 
 __all__ = [
     "Message",
@@ -235,7 +234,7 @@ class Turn:
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Turn:
         """Rebuild a turn from its fields as plain data; raises like `Trajectory.from_dict`."""
-        parsed = {name: parse(row[name]) for name, parse in _TEXTS.items() if name in row}
+        parsed = {name: parse(row[name]) for name, parse in _TEXTS.items() if row.get(name)}
         return cls(
             **{
                 **row,
@@ -428,12 +427,8 @@ class Trajectory:
 
 
 _TEXTS: dict[str, Callable[[str], Any]] = {"kept": KeptIds.parse, "experts": RoutedExperts.parse}
-"""Fields that are stored as text, if at all, with what reads it."""
+"""Fields that are stored as text, each with what reads it."""
 
 
 def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {
-        key: value if key not in _TEXTS else str(value)
-        for key, value in fields
-        if key not in _TEXTS or value is not None
-    }
+    return {key: str(value) if key in _TEXTS and value else value for key, value in fields}

@@ -53,8 +53,8 @@ from agentloop.events import (
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
-from agentloop.kept_ids import KeptIds
 from agentloop.plain_json import valid_text
+from agentloop.token_records import KeptIds
 from agentloop.trajectory import (
     Message,
     StopReason,

@@ -20,12 +20,11 @@ from typing import Any
 import orjson
 
 from agentloop.errors import ServerUnavailable
-from agentloop.kept_ids import MAX_KEPT_IDS
 from agentloop.plain_json import JsonObject
-from agentloop.routed_experts import RoutedExperts
+from agentloop.token_records import MAX_KEPT_IDS, RoutedExperts
 from agentloop.trajectory import TurnEnd, VersionSpan
 
-_MAX_FRAME_BYTES = 64 << 20
+_MAX_FRAME_BYTES = 256 << 20  # the experts of a long turn are one event
 
 
 TopLogprobs = list[tuple[float, int]]
@@ -82,7 +81,7 @@ class ErrorFrame(Exception):
 class FrameDecoder:
     """Decodes the bytes of a server-sent event stream into the payloads of `data:`.
 
-    It takes time linear in the bytes; an event longer than 64 MiB is refused.
+    It takes time linear in the bytes; an event longer than 256 MiB is refused.
     """
 
     def __init__(self) -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentloop.errors import RunFolderError
-from agentloop.kept_ids import KeptIds
-from agentloop.routed_experts import RoutedExperts
+from agentloop.token_records import KeptIds, RoutedExperts
 from agentloop.trajectory import Trajectory
 
 __all__ = ["Sample", "write_batch"]
