@@ -200,7 +200,7 @@ def _check(batch: Batch) -> None:
         raise BatchError(f"weights: token {_first(batch.weights < 0)} of the batch is negative")
     if batch.kept_counts is not None and batch.kept is not None:
         _check_kept(batch, batch.kept_counts, batch.kept)
-    if batch.expert_counts is not None and len({*batch.expert_counts.tolist()} - {0}) > 1:
+    if (counts := batch.expert_counts) is not None and set(np.unique(counts)) - {0, counts.max()}:
         raise BatchError("expert_counts: expected 0 or the same number for all tokens")
     for name in ("logprobs", *_OPTIONAL_LOGPROBS):
         array = getattr(batch, name)
