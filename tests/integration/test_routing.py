@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.gate, pytest.mark
 
 torch.set_num_threads(1)
 NUM_LAYERS, NUM_EXPERTS = 3, 8
+QUESTIONS = ("What is 37 times 48?", "And 3 times 4?", "And 3 times 4?", "Why?")
 # A model of random weights hardly ever ends its turn: any of these tokens ends it.
 STOP_IDS = tuple(range(3, 512, 16))
 
@@ -45,35 +48,39 @@ async def test_learner_sends_tokens_to_the_servers_experts(
     server = ServerSettings(
         start_timeout_s=patient(300), extra_args=("--enable-return-routed-experts",)
     )
-    settings = Settings(model=tmp_path / "model", server=server, log_dir=tmp_path, tools=[])
+    settings = Settings(model=str(tmp_path / "model"), server=server, log_dir=tmp_path, tools=[])
     sampling = Sampling().with_routing_replay().for_training()
+    replies = itertools.cycle(["And then?", "Why?", None])
+
+    async def reply(answer: str) -> str | None:
+        return next(replies)
+
     async with Runtime(settings) as runtime:
-        trajectories = []
-        for question in ("What is 37 times 48?", "And 3 times 4?"):
-            replies = iter(["And then?", "Why?", None])
-            trajectories.append(
-                await runtime.rollout(
-                    question,
-                    sampling=sampling,
-                    budget=Budget(max_response_tokens=400),
-                    options=TurnOptions(stop_ids=STOP_IDS),
-                    reply=lambda answer, replies=replies: next(replies),
-                )
+        trajectories = [
+            await runtime.rollout(
+                question,
+                sampling=sampling,
+                budget=Budget(max_response_tokens=1000),
+                options=TurnOptions(stop_ids=STOP_IDS),
+                reply=reply,
             )
-    assert [len(each.turns) for each in trajectories] == [3, 3]
-    chosen = {layer: [] for layer in range(NUM_LAYERS)}
-    for layer, block in enumerate(model.model.layers):
+            for question in QUESTIONS
+        ]
+    assert [len(each.turns) for each in trajectories] == [3] * len(QUESTIONS)
+    chosen: list[Any] = []  # layer by layer
+    for block in model.model.layers:
         block.mlp.gate.register_forward_hook(
-            lambda gate, inputs, output, layer=layer: chosen[layer].append(output[2])
+            lambda gate, inputs, output: chosen.append(output[2].numpy())
         )
     for trajectory in trajectories:
         assert [span.start for span in trajectory.experts][1:] == [
             span.end for span in trajectory.experts
         ][:-1]
         assert trajectory.num_routed == len(trajectory.ids) - 1
+        chosen.clear()
         with torch.no_grad():
             model(torch.tensor([trajectory.ids]))
-        own = np.stack([chosen[layer].pop().numpy() for layer in range(NUM_LAYERS)], 1)[:-1]
+        own = np.stack(chosen, 1)[:-1]
         recorded = np.frombuffer(b"".join(span.ids for span in trajectory.experts), np.uint8)
         assert np.sort(recorded.reshape(own.shape)).tolist() == np.sort(own).tolist()
 
@@ -81,7 +88,7 @@ async def test_learner_sends_tokens_to_the_servers_experts(
     batch = Batch.load(tmp_path / "batch")
     learner = LearnerSettings(model=tmp_path / "model", routing_replay=True)
     scorer = TokenScorer(load_model(learner), learner)
-    micro = make_micro_batch(batch, range(2), batch.weights, share=True)
+    micro = make_micro_batch(batch, range(len(QUESTIONS)), batch.weights, share=True)
     arrays = (micro.ids, micro.positions, micro.predictors, micro.targets)
     with torch.no_grad():
         # Routers that would choose others: what is recorded counts.
