@@ -11,12 +11,12 @@ recorded, and the texts, calls and results of its turns. It is never trained on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from agentloop.kept_ids import KeptIds
+from agentloop.token_records import KeptIds, RoutedExperts
 
 __all__ = [
     "Message",
@@ -25,7 +25,6 @@ __all__ = [
     "ToolCallStatus",
     "ToolResult",
     "Trajectory",
-    "TruncatedTurn",
     "Turn",
     "TurnEnd",
     "VersionSpan",
@@ -193,6 +192,11 @@ class Turn:
     While the turn is streamed, the last of `versions` does not grow with each token: its end is set
     when another version or the end of the turn follows (`versions_until`).
 
+    Turns to train on also have what the learner needs to compute the same probabilities: `kept`, if
+    top-k, top-p or min-p is set, has the ids that they left for each output token, and `logprobs`
+    are those of the distribution over them; `experts`, with routing replay, are those of the tokens
+    that no turn before had recorded, up to the token before the last.
+
     An environment may give the turn a `reward`, and each output token one of its own
     (`token_rewards`); training uses them with `credit = "per_turn"`.
     """
@@ -215,6 +219,8 @@ class Turn:
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     reward: float | None = None
     token_rewards: list[float] = field(default_factory=list)
+    kept: KeptIds | None = None
+    experts: RoutedExperts | None = None
 
     def versions_until(self, end: int) -> list[VersionSpan]:
         """Return `versions` for the first `end` output tokens; the last span reaches to there."""
@@ -228,11 +234,11 @@ class Turn:
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Turn:
         """Rebuild a turn from its fields as plain data; raises like `Trajectory.from_dict`."""
-        kept = {"kept": KeptIds.parse(row["kept"])} if "kept" in row else {}
-        return (TruncatedTurn if kept else cls)(
+        parsed = {name: parse(row[name]) for name, parse in _TEXTS.items() if row.get(name)}
+        return cls(
             **{
                 **row,
-                **kept,
+                **parsed,
                 "end": TurnEnd(row["end"]),
                 "versions": [VersionSpan(**span) for span in row["versions"]],
                 "calls": [ToolCall(**call) for call in row["calls"]],
@@ -242,17 +248,6 @@ class Turn:
                 ],
             }
         )
-
-
-@dataclass(slots=True)
-class TruncatedTurn(Turn):
-    """A turn that was sampled with top-k, top-p or min-p, to be trained on.
-
-    `kept` has the ids that they left for each output token. `logprobs` are those of the
-    distribution over these ids.
-    """
-
-    kept: KeptIds = field(default_factory=KeptIds)
 
 
 @dataclass(slots=True)
@@ -320,17 +315,31 @@ class Trajectory:
     @property
     def kept(self) -> KeptIds | None:
         """The kept ids of each id; None: none were recorded."""
-        if not any(isinstance(turn, TruncatedTurn) for turn in self.turns):
+        if all(turn.kept is None for turn in self.turns):
             return None
         kept = KeptIds()
         kept.append_whole(len(self.prompt_ids))
         for turn in self.turns:
-            if isinstance(turn, TruncatedTurn):
+            if turn.kept is not None:
                 kept.append(turn.kept)
             else:
                 kept.append_whole(len(turn.output_ids))
             kept.append_whole(len(turn.observation_ids))
         return kept
+
+    @property
+    def experts(self) -> list[RoutedExperts]:
+        """The recorded experts of its tokens, in order; those of a token are the first recorded."""
+        spans: list[RoutedExperts] = []
+        for turn in self.turns:
+            if turn.experts is not None:
+                spans.append(turn.experts.after(spans[-1].end if spans else 0))
+        return spans
+
+    @property
+    def num_routed(self) -> int:
+        """The number of tokens up to the last one of which experts were recorded."""
+        return max((turn.experts.end for turn in self.turns if turn.experts), default=0)
 
     @property
     def has_ids(self) -> bool:
@@ -417,5 +426,9 @@ class Trajectory:
         return cls(**values | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})
 
 
+_TEXTS: dict[str, Callable[[str], Any]] = {"kept": KeptIds.parse, "experts": RoutedExperts.parse}
+"""Fields that are stored as text, each with what reads it."""
+
+
 def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: str(value) if key == "kept" else value for key, value in fields}
+    return {key: str(value) if key in _TEXTS and value else value for key, value in fields}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from struct import pack
 from typing import Any, Literal
 
 import anyio
@@ -370,6 +372,10 @@ class FakeSGLang:
                 logprob(had + i) / 2 for i in range(first, stop)
             ]
             meta["output_token_sampling_mask"] = [[ids[i], ids[i] + 1] for i in range(first, stop)]
+        if finish and body.get("return_routed_experts"):
+            meta["prompt_tokens"] = len(body["input_ids"])
+            rows = range(body["routed_experts_start_len"], len(body["input_ids"]) + stop - 1)
+            meta["routed_experts"] = b64encode(pack(f"<{len(rows)}i", *rows)).decode()
         if not body.get("return_logprob"):
             del meta["output_token_logprobs"]
         if num_top := body.get("top_logprobs_num"):

@@ -54,6 +54,7 @@ from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.plain_json import valid_text
+from agentloop.token_records import KeptIds
 from agentloop.trajectory import (
     Message,
     StopReason,
@@ -61,7 +62,6 @@ from agentloop.trajectory import (
     ToolCallStatus,
     ToolResult,
     Trajectory,
-    TruncatedTurn,
     Turn,
     TurnEnd,
 )
@@ -222,6 +222,7 @@ class Rollout:
     group: str = ""  # shared by the rollouts of one prompt
     prompt_ids: list[int] | None = None  # the rendered prompt, if the caller already has it
     num_turns_before: int = 0  # of its conversation, if a session keeps it
+    num_routed_before: int = 0  # of the prompt: tokens of which the experts are recorded already
     elapsed_before_s: float = 0.0  # since that conversation began
     keeps_cache: bool = False  # since a session goes on from it
     journal: TurnJournal | None = None  # not used if a tool has a state
@@ -378,8 +379,8 @@ class Rollout:
 
     async def _run_turn(self, ids: list[int], max_new_tokens: int) -> Turn:
         index = len(self._trajectory.turns)
-        kind = TruncatedTurn if self.sampling.records_kept_ids else Turn
-        turn = kind(started_s=self._elapsed_s())
+        kept = KeptIds() if self.sampling.records_kept_ids else None
+        turn = Turn(started_s=self._elapsed_s(), kept=kept)
         self._trajectory.turns.append(turn)
         thinks = self.chat.begins_in_thought(self._trajectory, index)
         self._speech.begin_turn(reasoning=thinks)
@@ -445,6 +446,7 @@ class Rollout:
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
             num_top_logprobs=options.num_top_logprobs,
             stream_interval=1 if self.with_text else _UNREAD_INTERVAL,
+            experts_from=max(self.num_routed_before, self._trajectory.num_routed),
             parameters={
                 **options.parameters,
                 **self._constraints.of(message, self.chat.opening_tag(self._trajectory, index)),

@@ -14,7 +14,7 @@ from agentloop.agent.formats import CallStream
 from agentloop.agent.text_stream import TextStream
 from agentloop.events import Emit, TokensSampled, ignore
 from agentloop.inference.sglang.frames import Chunk
-from agentloop.trajectory import ToolCall, Trajectory, TruncatedTurn, TurnEnd, VersionSpan
+from agentloop.trajectory import ToolCall, Trajectory, TurnEnd, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,9 @@ class TurnReader:
         turn.output_ids += chunk.ids
         turn.logprobs += chunk.logprobs
         turn.top_logprobs += chunk.top_logprobs
-        if isinstance(turn, TruncatedTurn):
+        if turn.kept is not None:
             turn.kept.extend(chunk.kept)
+        turn.experts = chunk.experts  # the last chunk has them
         turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
         if chunk.version != self._version and chunk.ids:
             self._version = chunk.version

@@ -155,9 +155,7 @@ async def score(
         RunFolderError: a file cannot be written.
     """
     batch, out = folder / "batch", folder / "scores"
-    samples = [
-        Sample(item.ids, item.mask, item.logprobs, 0.0, 0, kept=item.kept) for item in rollouts
-    ]
+    samples = [*map(Sample.of, rollouts)]
     await anyio.to_thread.run_sync(write_batch, batch, samples)
     await learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=timeout_s)
     return await anyio.to_thread.run_sync(_read_scores, out, rollouts)

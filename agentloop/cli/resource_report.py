@@ -93,6 +93,8 @@ def _lines(p: Plan) -> Iterator[str]:
             f"  kept ids     {size(d.kept_ids_per_step):>10}  of these per step, if each token "
             f"keeps all {s.sampling.top_k} (sampling.top_k)"
         )
+    if d.experts_per_step:
+        yield f"  experts      {size(d.experts_per_step):>10}  of these per step (routing_replay)"
     where = "the cluster" if s.cluster.address else "this machine"
     gpus = f", {count_of(p.num_gpus, 'GPU')} of {where}" if p.on_gpus else ", no GPU"
     yield f"processes  {p.num_processes} (servers and ranks){gpus}"

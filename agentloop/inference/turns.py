@@ -37,6 +37,8 @@ class Generation:
             chunk. SGLang repeats them in each frame, so ask for few new tokens.
         stream_interval: Number of tokens after which the server sends a frame. The first token and
             the turn's end are sent at once. Fewer frames cost server and reader less.
+        experts_from: Number of the first ids of which the experts are not wanted, if `sampling`
+            records experts.
     """
 
     rid: str
@@ -51,6 +53,7 @@ class Generation:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     prompt_logprobs: bool = False
     stream_interval: int = 1
+    experts_from: int = 0
 
     @property
     def is_movable(self) -> bool:
@@ -137,6 +140,7 @@ class TurnStream:
             num_top_logprobs=remaining.num_top_logprobs,
             prompt_logprobs=remaining.prompt_logprobs,
             kept_ids=remaining.sampling.records_kept_ids,
+            experts_from=remaining.experts_from if remaining.sampling.records_experts else None,
         )
         if self.aborted is not None:
             raise ServerUnavailable(f"{replica.url} aborted: {self.aborted.error}")

@@ -54,9 +54,12 @@ _TYPES = {
     "ref_logprobs": np.float32,
     "kept_counts": np.int32,
     "kept": np.int32,
+    "expert_counts": np.int32,
+    "experts": np.uint8,
 }
 _OPTIONAL_LOGPROBS = ("old_logprobs", "ref_logprobs")
-_OPTIONAL = (*_OPTIONAL_LOGPROBS, "kept_counts", "kept")
+_COUNTS = {"kept": "kept_counts", "experts": "expert_counts"}  # of tensors with any for a token
+_OPTIONAL = (*_OPTIONAL_LOGPROBS, *_COUNTS, *_COUNTS.values())
 _PER_SAMPLE = ("lengths", "groups")
 _MIN_SHARED = 1 / 32  # of a sample: attention to shared tokens has a cost of its own
 
@@ -79,6 +82,9 @@ class Batch:
         kept_counts: int32 [T] or None: number of ids to which top-k, top-p and min-p had cut the
             distribution that the token was sampled from; 0: it was not cut.
         kept: int32 [sum(kept_counts)] or None: these ids, for one token after the other.
+        expert_counts: int32 [T] or None: number of experts, in all layers, that were recorded of
+            the token; 0: none were, and otherwise the same number for all tokens.
+        experts: uint8 [sum(expert_counts)] or None: these experts, layer by layer.
     """
 
     ids: Array
@@ -92,6 +98,8 @@ class Batch:
     ref_logprobs: Array | None = None
     kept_counts: Array | None = None
     kept: Array | None = None
+    expert_counts: Array | None = None
+    experts: Array | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -114,8 +122,8 @@ class Batch:
         for name in _TYPES:
             array = getattr(self, name)
             fits = fits_N if name in _PER_SAMPLE else fits_T
-            if name == "kept" and self.kept_counts is not None:
-                fits = np.repeat(fits_T, self.kept_counts)
+            if array is not None and name in _COUNTS:
+                fits = np.repeat(fits_T, getattr(self, _COUNTS[name]))
             kept[name] = None if array is None else array[fits]
         return Batch(**kept)
 
@@ -151,16 +159,18 @@ class Batch:
 
 
 def _check(batch: Batch) -> None:
-    sizes = {"token": batch.ids.size, "sample": batch.lengths.size, "kept id": 0}
-    if (batch.kept_counts is None) != (batch.kept is None):
-        raise BatchError("kept_counts, kept: expected both or none")
-    if batch.kept_counts is not None:
-        sizes["kept id"] = int(batch.kept_counts.sum(dtype=np.int64))
+    sizes = {"token": batch.ids.size, "sample": batch.lengths.size}
+    for name, counts_name in _COUNTS.items():
+        counts = getattr(batch, counts_name)
+        if (counts is None) != (getattr(batch, name) is None):
+            raise BatchError(f"{counts_name}, {name}: expected both or none")
+        sizes[f"one of {counts_name}"] = 0 if counts is None else int(counts.sum(dtype=np.int64))
     for name, dtype in _TYPES.items():
         array = getattr(batch, name)
         if array is None and name in _OPTIONAL:
             continue
-        of = "sample" if name in _PER_SAMPLE else "kept id" if name == "kept" else "token"
+        of = "sample" if name in _PER_SAMPLE else "token"
+        of = f"one of {_COUNTS[name]}" if name in _COUNTS else of
         if array.dtype != dtype or array.shape != (sizes[of],):
             wanted = f"{np.dtype(dtype)} [{sizes[of]}], one for each {of}"
             raise BatchError(f"{name}: expected {wanted}, not {array.dtype} {list(array.shape)}")
@@ -190,6 +200,8 @@ def _check(batch: Batch) -> None:
         raise BatchError(f"weights: token {_first(batch.weights < 0)} of the batch is negative")
     if batch.kept_counts is not None and batch.kept is not None:
         _check_kept(batch, batch.kept_counts, batch.kept)
+    if (counts := batch.expert_counts) is not None and set(np.unique(counts)) - {0, counts.max()}:
+        raise BatchError("expert_counts: expected 0 or the same number for all tokens")
     for name in ("logprobs", *_OPTIONAL_LOGPROBS):
         array = getattr(batch, name)
         if array is not None and not np.isfinite(array[sampled]).all():
@@ -404,6 +416,7 @@ class MicroBatch:
         old, reference: float32 [M] or None.
         kept: int32 [M, K] or None: the ids to which each distribution was cut, then -1; a row of -1
             only: it was not cut.
+        experts: int16 [L, W] or None: the recorded experts of each token; -1: none were.
     """
 
     ids: Array
@@ -419,6 +432,7 @@ class MicroBatch:
     old: Array | None
     reference: Array | None
     kept: Array | None = None
+    experts: Array | None = None
 
 
 def make_micro_batch(
@@ -436,6 +450,7 @@ def make_micro_batch(
     positions: list[Array] = []
     predictors: list[Array] = []
     sources: list[Array] = []
+    places: list[tuple[Array, Array]] = []  # of each sample's tokens: in the batch, and in L
     edges, size = {0}, 0
     path = np.zeros(0, np.int64)  # where the sample's tokens are in L
     for index, num in zip(order, shared, strict=True):
@@ -446,6 +461,7 @@ def make_micro_batch(
         size += len(span) - num
         edges |= {size, int(path[num - 1]) + 1 if num else size}
         sampled = np.flatnonzero(batch.mask[span] == 1)
+        places.append((span, path))
         predictors.append(path[sampled - 1])
         sources.append(span[sampled])
     position_L, source = np.concatenate(positions), np.concatenate(sources)
@@ -463,7 +479,24 @@ def make_micro_batch(
         old=None if batch.old_logprobs is None else batch.old_logprobs[source],
         reference=None if batch.ref_logprobs is None else batch.ref_logprobs[source],
         kept=_kept_of(batch, source),
+        experts=_experts_of(batch, places, size),
     )
+
+
+def _experts_of(batch: Batch, places: Sequence[tuple[Array, Array]], size: int) -> Array | None:
+    """Return the recorded experts of the tokens of a micro-batch, int16 [L, W], or None.
+
+    Those of a token that samples share are its first sample's, if it has any.
+    """
+    if batch.experts is None or batch.expert_counts is None or not batch.experts.size:
+        return None
+    recorded = batch.experts.reshape(-1, int(batch.expert_counts.max()))
+    row_T = np.cumsum(batch.expert_counts > 0) - 1
+    experts = np.full((size, recorded.shape[1]), -1, np.int16)
+    for span, path in reversed(places):
+        is_recorded = batch.expert_counts[span] > 0
+        experts[path[is_recorded]] = recorded[row_T[span[is_recorded]]]
+    return experts
 
 
 def _kept_of(batch: Batch, source: Array) -> Array | None:

@@ -51,6 +51,7 @@ from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.names import conversions_of
 from agentloop.learner.optimizer import adamw, batch_operations, deepspeed_config
 from agentloop.learner.reference import Reference
+from agentloop.learner.routing import RoutingReplay
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
 from agentloop.models.folder import tensor_files
@@ -179,6 +180,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         self._temperature = settings.temperature
         self._has_state = has_state(model)
         self._uses_own_logits = False
+        self.routing = RoutingReplay(model) if settings.routing_replay else None
         if uses_compiler(settings):
             compile_layers(model)
 
@@ -190,11 +192,15 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         targets_M: Tensor,
         segments: tuple[PackedSegment, ...],
         kept_MK: Tensor | None = None,
+        experts_LW: Tensor | None = None,
     ) -> Scores:
         """Return (log-probabilities, entropies), each float32 [M], of packed samples.
 
-        They are those of the distributions over the kept ids, where there are some.
+        They are those of the distributions over the kept ids, where there are some, and with
+        routing replay those of the recorded experts.
         """
+        if self.routing is not None:
+            self.routing.experts = experts_LW
         if self._uses_own_logits:
             logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
             return scores_of(logits_LV.index_select(0, predictors_M), targets_M, self._temperature)
@@ -295,6 +301,7 @@ class Policy:
         if reason:
             self._say(f"What samples share is computed for each of them: {reason}")
         scorer = TokenScorer(self.model, settings)
+        self._routing = scorer.routing
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
             optimizer=adamw(scorer, settings),
@@ -355,6 +362,8 @@ class Policy:
             )
         if batch.kept is not None and batch.kept.max(initial=0) >= vocab:
             raise BatchError(f"kept: {batch.kept.max()} is out of range")
+        if self._routing is not None:
+            self._routing.check(batch)
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReply:
         """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
@@ -385,7 +394,8 @@ class Policy:
             clock.lap("old_logprobs_s")
         if self._reference is not None and batch.ref_logprobs is None:
             with self._reference.scorer() as scorer:
-                batch = replace(batch, ref_logprobs=self._scores(scorer, batch)[0])
+                routed = replace(batch, expert_counts=None, experts=None)  # by its own routers
+                batch = replace(batch, ref_logprobs=self._scores(scorer, routed)[0])
             clock.lap("ref_logprobs_s")
         done = [self._update(batch, samples, lr, clock) for samples in updates]
         num_tokens = int(batch.mask.sum())
@@ -401,11 +411,21 @@ class Policy:
             "num_samples": len(batch.lengths),
             "num_tokens": num_tokens,
             **asdict(self.counters()),
+            **self._replayed(batch),
             "skipped": sum(update.skipped for update in done),
             **self._speed(batch, clock),
         }
         # JSON has neither infinity nor NaN.
         return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
+
+    def _replayed(self, batch: Batch) -> dict[str, float]:
+        """Return the share of sampled tokens that recorded experts predict."""
+        if self._routing is None:
+            return {}
+        if batch.expert_counts is None:
+            return {"routing_replayed": 0.0}
+        counts = batch.expert_counts[np.flatnonzero(batch.mask) - 1]
+        return {"routing_replayed": float((counts > 0).mean())}
 
     def _speed(self, batch: Batch, clock: Clock) -> dict[str, float]:
         """Return the speed of this rank, which is that of all: they wait for each other."""
@@ -555,8 +575,11 @@ class Policy:
 
     def _score(self, micro: MicroBatch, scorer: torch.nn.Module) -> Scores:
         where = (micro.ids, micro.positions, micro.predictors, micro.targets)
-        kept = None if micro.kept is None else self._on_device(micro.kept)
-        scores: Scores = scorer(*map(self._on_device, where), micro.segments, kept)
+        recorded = (
+            None if array is None else self._on_device(array)
+            for array in (micro.kept, micro.experts)
+        )
+        scores: Scores = scorer(*map(self._on_device, where), micro.segments, *recorded)
         return scores
 
     def _on_device(self, array: Array) -> Tensor:

@@ -65,7 +65,7 @@ from agentloop.training.plan.settings import (
     fine_tuning,
     learner_settings,
     lends_memory,
-    with_memory_saver,
+    with_server_options,
 )
 from agentloop.training.recovery.learner_record import LearnerRecord, record_learner
 from agentloop.training.recovery.position import telling_how_to_continue
@@ -108,8 +108,9 @@ class RolloutPlan:
     @classmethod
     def of(cls, settings: TrainSettings) -> RolloutPlan:
         s = settings
+        sampling = s.sampling.with_routing_replay() if s.learner.routing_replay else s.sampling
         return cls(
-            s.environments, s.sampling, s.reward, s.roc, s.credit, s.loop.seed, s.loop.early_stop_at
+            s.environments, sampling, s.reward, s.roc, s.credit, s.loop.seed, s.loop.early_stop_at
         )
 
 
@@ -270,7 +271,7 @@ async def _run(
         dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
         on_cluster(settings, log_dir=logs, say=progress.say) as cluster,
     ):
-        settings = cluster.settings if cluster else with_memory_saver(settings)
+        settings = cluster.settings if cluster else with_server_options(settings)
         run = RunPlan.of(settings, log_dir=logs)
         if run.fine_tuning is not None:
             spawn = cluster.spawn_sft_rank if cluster else spawn_here

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.kept_ids import KeptIds
 from agentloop.plain_json import dumps, loads
+from agentloop.token_records import KeptIds, RoutedExperts
 from agentloop.trajectory import (
     Message,
     StopReason,
@@ -17,7 +17,6 @@ from agentloop.trajectory import (
     ToolCallStatus,
     ToolResult,
     Trajectory,
-    TruncatedTurn,
     Turn,
     TurnEnd,
     VersionSpan,
@@ -152,9 +151,22 @@ def test_messages_are_those_before_and_after_each_turn(
     assert Trajectory("t", [], turns, messages=messages).messages_between == [prompt, *between]
 
 
+def test_experts_of_a_token_are_those_recorded_first() -> None:
+    turns = [
+        Turn([3, 9], observation_ids=[6], experts=RoutedExperts(0, 2, bytes(6)), end=TurnEnd.STOP),
+        Turn([4], observation_ids=[5]),  # its stream broke before its last frame
+        Turn([7, 8], experts=RoutedExperts(2, 2, bytes(range(12)))),
+    ]
+    trajectory = Trajectory("t", [1, 2], turns)
+    assert trajectory.experts == [turns[0].experts, RoutedExperts(3, 2, bytes(range(2, 12)))]
+    assert trajectory.num_routed == len(trajectory.ids) - 1 == 8
+    assert Trajectory.from_dict(loads(dumps(trajectory))) == trajectory
+    assert Trajectory.from_dict(trajectory.to_dict()) == trajectory
+
+
 def test_kept_ids_are_as_long_as_all_ids() -> None:
     kept = KeptIds([[4, 3], [9]])
-    turn = TruncatedTurn([3, 9], [-0.1, 0.0], observation_ids=[6], end=TurnEnd.STOP, kept=kept)
+    turn = Turn([3, 9], [-0.1, 0.0], observation_ids=[6], end=TurnEnd.STOP, kept=kept)
     assert Turn.from_dict(loads(dumps(turn))) == turn  # as the journal keeps it
     trajectory = Trajectory("t", [1, 2], [turn, Turn([7], [-0.4])])
     assert trajectory.kept == KeptIds([[], [], [4, 3], [9], [], []])
@@ -163,6 +175,5 @@ def test_kept_ids_are_as_long_as_all_ids() -> None:
     assert loads(dumps(trajectory)) == loads(dumps(trajectory.to_dict()))
 
 
-def test_turns_of_the_whole_distribution_say_nothing_of_kept_ids() -> None:
-    assert MADE.kept is None
-    assert b"kept" not in dumps(MADE)
+def test_turns_of_the_whole_distribution_have_no_kept_ids() -> None:
+    assert Trajectory.from_dict(loads(dumps(MADE))).kept is None

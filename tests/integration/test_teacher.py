@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from agentloop.config import load_settings
-from agentloop.kept_ids import KeptIds
 from agentloop.models import SMALL
+from agentloop.token_records import KeptIds
 from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.teacher_client import open_teacher
 from agentloop.training.wiring import train
-from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
+from agentloop.trajectory import Trajectory, Turn
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -53,7 +53,7 @@ async def sampled(url: str, ids: list[int], *, is_cut: bool = False) -> Turn:
     if is_cut:
         kept = KeptIds(answer["meta_info"]["output_token_sampling_mask"])
         logprobs = answer["meta_info"]["output_token_sampling_logprobs"]
-        return TruncatedTurn(answer["output_ids"], logprobs, kept=kept)
+        return Turn(answer["output_ids"], logprobs, kept=kept)
     logprobs = [single[0] for single in answer["meta_info"]["output_token_logprobs"]]
     return Turn(answer["output_ids"], logprobs)
 

@@ -15,7 +15,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.launch.progress import ProgressLine
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.wiring import train
-from agentloop.trajectory import Trajectory, TruncatedTurn
+from agentloop.trajectory import Trajectory
 from tests.fakes import RecordedProgress
 from tests.integration.quickstart import QuickStart
 
@@ -129,8 +129,8 @@ async def test_cut_distribution_is_trained_on_as_it_was_sampled(
         for line in path.read_text().splitlines()
     ]
     turns = [turn for row in map(Trajectory.from_dict, rows) for turn in row]
-    evaluated = [turn for turn in turns if not isinstance(turn, TruncatedTurn)]
-    kept = [row for turn in turns if isinstance(turn, TruncatedTurn) for row in turn.kept]
+    evaluated = [turn for turn in turns if turn.kept is None]
+    kept = [row for turn in turns for row in turn.kept or ()]
     assert all(1 <= len(row) <= 20 for row in kept)
     assert len(kept) == sum(len(turn.output_ids) for turn in turns if turn not in evaluated)
     assert len(kept) < sum(map(len, kept)) < 20 * len(kept)

@@ -91,6 +91,22 @@ def test_kept_ids_of_other_tokens_are_refused(name: str, change: Any, message: s
         replace(batch, **{name: change(getattr(batch, name))})
 
 
+@pytest.mark.parametrize(
+    ("counts", "experts", "message"),
+    [
+        ([2] * 5, [0] * 9, "experts: expected uint8 [10], one for each one of expert_counts"),
+        ([2, 0, 1, 0, 0], [0] * 3, "expert_counts: expected 0 or the same number"),
+        ([2, 0, 2, 0, 0], None, "expert_counts, experts: expected both or none"),
+    ],
+)
+def test_experts_of_other_tokens_are_refused(counts: Any, experts: Any, message: str) -> None:
+    arrays = {"expert_counts": np.asarray(counts, np.int32)}
+    if experts is not None:
+        arrays["experts"] = np.asarray(experts, np.uint8)
+    with pytest.raises(BatchError, match=re.escape(message)):
+        make_batch(0, (5,), **arrays)
+
+
 def test_samples_that_fit_keep_their_kept_ids() -> None:
     batch = with_kept_ids(make_batch())
     fitting = batch.up_to(40)

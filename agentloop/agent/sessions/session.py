@@ -365,6 +365,7 @@ class ModelSession:
             with_text=self._with_text or on_event is not ignore,
             keeps_cache=True,
             num_turns_before=base,
+            num_routed_before=record.num_routed,
             elapsed_before_s=time.time() - record.created_unix_s if base else 0.0,
         )
         message: Trajectory | None = None

@@ -23,7 +23,7 @@ from agentloop.agent.sessions.history import (
     reasoning_of,
 )
 from agentloop.plain_json import dumps
-from agentloop.trajectory import Message, StopReason, Trajectory, TruncatedTurn, Turn
+from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
 Alike = Callable[[Message, Message], bool]
 """Returns whether the chat template writes a client's message like the one that was sampled."""
@@ -365,14 +365,12 @@ def _no_hash() -> hashlib.blake2b:
 
 def copy_turn(turn: Turn) -> Turn:
     """Return a copy of a turn, which its stream, if it still runs, does not extend."""
-    copied = replace(
+    return replace(
         turn,
         output_ids=[*turn.output_ids],
         logprobs=[*turn.logprobs],
         top_logprobs=[*turn.top_logprobs],
         versions=turn.versions_until(len(turn.output_ids)),
         observation_ids=[*turn.observation_ids],
+        kept=turn.kept and turn.kept.copy(),
     )
-    if isinstance(copied, TruncatedTurn):
-        copied.kept = copied.kept.copy()
-    return copied

@@ -72,6 +72,7 @@ class SGLangServer(WeightUpdates):
         num_top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         kept_ids: bool = False,
+        experts_from: int | None = None,
     ) -> None:
         """Stream the continuation of `ids`; return after the chunk that has `end` set.
 
@@ -84,6 +85,8 @@ class SGLangServer(WeightUpdates):
             prompt_logprobs: Whether the first chunk has the log-probabilities of `ids` as well.
             kept_ids: Whether chunks have the ids that could be sampled for each token, and the
                 log-probabilities of the distribution over them.
+            experts_from: The last chunk has the experts of all tokens but these many first ones,
+                and the last. Needs `--enable-return-routed-experts`. None: it has none.
 
         Raises:
             ServerRefused: The server answered with an error.
@@ -98,13 +101,15 @@ class SGLangServer(WeightUpdates):
         }
         if kept_ids:
             body["return_sampling_mask"] = True
+        if experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
         if num_top_logprobs:
             body["top_logprobs_num"] = num_top_logprobs
         if prompt_logprobs:
             body["logprob_start_len"] = 0
         if rank is not None:
             body["routed_dp_rank"] = rank
-        frames = ChunkReader(on_chunk, prompt_logprobs=prompt_logprobs)
+        frames = ChunkReader(on_chunk, prompt_logprobs=prompt_logprobs, experts_from=experts_from)
         stream = PostStream(
             self.url + "/generate", orjson.dumps(body), frames.feed, headers=self._headers
         )

@@ -20,11 +20,11 @@ from typing import Any
 import orjson
 
 from agentloop.errors import ServerUnavailable
-from agentloop.kept_ids import MAX_KEPT_IDS
 from agentloop.plain_json import JsonObject
+from agentloop.token_records import MAX_KEPT_IDS, RoutedExperts
 from agentloop.trajectory import TurnEnd, VersionSpan
 
-_MAX_FRAME_BYTES = 64 << 20
+_MAX_FRAME_BYTES = 256 << 20  # the experts of a long turn are one event
 
 
 TopLogprobs = list[tuple[float, int]]
@@ -60,6 +60,7 @@ class Chunk:
     top_logprobs: Sequence[TopLogprobs] = ()  # for each id, if requested
     kept: Sequence[list[int]] = ()  # the ids that could be sampled for each id, if requested
     prompt: PromptLogprobs | None = None  # in the first chunk, if requested
+    experts: RoutedExperts | None = None  # of the whole response; in the last chunk, if requested
 
 
 OnChunk = Callable[[Chunk], None]
@@ -80,7 +81,7 @@ class ErrorFrame(Exception):
 class FrameDecoder:
     """Decodes the bytes of a server-sent event stream into the payloads of `data:`.
 
-    It takes time linear in the bytes; an event longer than 64 MiB is refused.
+    It takes time linear in the bytes; an event longer than 256 MiB is refused.
     """
 
     def __init__(self) -> None:
@@ -145,12 +146,15 @@ class ChunkReader:
         ended: Whether the last chunk has been received.
     """
 
-    def __init__(self, on_chunk: OnChunk, *, prompt_logprobs: bool = False) -> None:
+    def __init__(
+        self, on_chunk: OnChunk, *, prompt_logprobs: bool = False, experts_from: int | None = None
+    ) -> None:
         self.num_tokens = 0
         self.ended = False
         self._decoder = FrameDecoder()
         self._on_chunk = on_chunk
         self._awaits_prompt = prompt_logprobs
+        self._experts_from = experts_from
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the response has ended.
@@ -159,7 +163,7 @@ class ChunkReader:
             InvalidFrame, ErrorFrame, ServerUnavailable: A frame is not a part of the response.
         """
         payloads = self._decoder.feed(data)
-        for chunk in _merge_frames(payloads, self.num_tokens):
+        for chunk in _merge_frames(payloads, self.num_tokens, self._experts_from):
             if self._awaits_prompt:
                 self._awaits_prompt = False
                 chunk = replace(chunk, prompt=_prompt_logprobs(payloads[0]))
@@ -171,7 +175,9 @@ class ChunkReader:
         return False
 
 
-def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
+def _merge_frames(
+    payloads: Sequence[bytes], num_tokens: int, experts_from: int | None
+) -> list[Chunk]:
     """Merge frames that arrived together into one chunk per policy version.
 
     Later stages cost the same for one token as for many. `num_tokens` tokens came before.
@@ -215,8 +221,10 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
                 if "output_top_logprobs" in meta:
                     top += map(_top_logprobs, meta["output_top_logprobs"][-num_new:])
             if finish is not None:
-                chunks.append(_last_chunk(ids, logprobs, top, kept, meta))
-                return chunks
+                last = _last_chunk(ids, logprobs, top, kept, meta)
+                if experts_from is not None and last.end is not TurnEnd.ABORT:
+                    last = replace(last, experts=_experts(meta, experts_from))
+                return [*chunks, last]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidFrame(f"{type(error).__name__}: {error}") from error
     if ids:
@@ -257,6 +265,12 @@ def _checked_kept(rows: list[list[object]], ids: list[object]) -> list[list[int]
         if id not in row or len(row) > MAX_KEPT_IDS or {*map(type, row)} != {int}:
             raise InvalidFrame(f"output_token_sampling_mask: {row!s:.100} of id {id!r}")
     return rows  # type: ignore[return-value]
+
+
+def _experts(meta: JsonObject, start: int) -> RoutedExperts:
+    if (text := meta.get("routed_experts")) is None:
+        raise InvalidFrame("no experts: the server needs --enable-return-routed-experts")
+    return RoutedExperts.decode(text, start, meta["prompt_tokens"] + meta["completion_tokens"] - 1)
 
 
 def _top_logprobs(entries: Sequence[Sequence[Any]] | None) -> TopLogprobs:

@@ -43,7 +43,8 @@ class Sampling(pydantic.BaseModel):
         description="Random seed. SGLang only uses it with deterministic inference.",
     )
 
-    _records_kept_ids: bool = pydantic.PrivateAttr(False)
+    _replays_routing: bool = pydantic.PrivateAttr(False)
+    _is_for_training: bool = pydantic.PrivateAttr(False)
 
     @property
     def truncates(self) -> bool:
@@ -53,14 +54,23 @@ class Sampling(pydantic.BaseModel):
     @property
     def records_kept_ids(self) -> bool:
         """True if servers are to report the kept ids."""
-        return self._records_kept_ids
+        return self._is_for_training and self.truncates
+
+    @property
+    def records_experts(self) -> bool:
+        """True if servers are to report the experts of each token."""
+        return self._is_for_training and self._replays_routing
 
     def for_training(self) -> Sampling:
         """Return them for rollouts to train on."""
-        if not self.truncates:
-            return self
         copied = self.model_copy()
-        copied._records_kept_ids = True
+        copied._is_for_training = True
+        return copied
+
+    def with_routing_replay(self) -> Sampling:
+        """Return them for a learner that replays the experts of rollouts to train on."""
+        copied = self.model_copy()
+        copied._replays_routing = True
         return copied
 
     def of_group(self, name: str) -> Sampling:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentloop.errors import RunFolderError
-from agentloop.kept_ids import KeptIds
+from agentloop.token_records import KeptIds, RoutedExperts
+from agentloop.trajectory import Trajectory
 
 __all__ = ["Sample", "write_batch"]
 
@@ -27,6 +29,7 @@ class Sample:
         group: number of the sample's group in the batch.
         weights: weights in the loss, likewise; the learner divides by their sum.
         kept: the kept ids of each id, if the distribution was truncated.
+        experts: the experts of ids, if they were recorded.
     """
 
     ids: Sequence[int]
@@ -36,15 +39,36 @@ class Sample:
     group: int
     weights: float | list[float] = 1.0
     kept: KeptIds | None = None
+    experts: Sequence[RoutedExperts] = ()
+
+    @classmethod
+    def of(
+        cls,
+        trajectory: Trajectory,
+        advantages: float | list[float] = 0.0,
+        group: int = 0,
+        weights: float | list[float] = 1.0,
+    ) -> Sample:
+        """Return a trajectory as a sample, in arrays: lists take ten times the memory."""
+        return cls(
+            array("i", trajectory.ids),
+            array("B", trajectory.mask),
+            array("f", trajectory.logprobs),
+            advantages,
+            group,
+            weights,
+            trajectory.kept,
+            trajectory.experts,
+        )
 
 
 def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     """Write a batch atomically; needs the extra `train`.
 
     For N samples of T tokens in total, the tensors are ids, mask, logprobs, advantages and weights
-    [T], and lengths and groups [N]; with kept ids, also kept_counts [T] and kept [their sum]. They
-    are written sample by sample, since a batch may be larger than what is free of this process's
-    memory. Format: https://huggingface.co/docs/safetensors
+    [T], and lengths and groups [N]; with kept ids, also kept_counts [T] and kept [their sum], and
+    with experts expert_counts and experts. They are written sample by sample, since a batch may be
+    larger than what is free of this process's memory. Format: https://huggingface.co/docs/safetensors
 
     Raises:
         RunFolderError: the file cannot be written, for example because the disk is full.
@@ -79,6 +103,18 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
         )
         kept = (np.asarray(s.kept.ids, "int32") if s.kept else no_ids for s in samples)
         tensors |= {"kept_counts": ("int32", num_tokens, counts), "kept": ("int32", num_kept, kept)}
+    if spans := [span for sample in samples for span in sample.experts]:
+
+        def experts_of(sample: Sample) -> np.ndarray:
+            counts = np.zeros(len(sample.ids), "int32")
+            for span in sample.experts:
+                counts[span.start : span.end] = span.width
+            return counts
+
+        num_experts = sum(len(span.ids) for span in spans)
+        experts = (np.frombuffer(span.ids, "uint8") for span in spans)
+        tensors["expert_counts"] = ("int32", num_tokens, map(experts_of, samples))
+        tensors["experts"] = ("uint8", num_experts, experts)
     header, end = {}, 0
     for name, (dtype, size, _) in tensors.items():
         begin, end = end, end + size * np.dtype(dtype).itemsize

@@ -227,6 +227,11 @@ class RlLearnerSettings(TrainingSettings):
         description="Optimizer steps per batch, each on its share of the batch's groups (PPO's "
         "mini-batches).",
     )
+    routing_replay: bool = pydantic.Field(
+        False,
+        description="For a mixture of experts: train each token with the experts that the servers "
+        "sent it to. Servers of your own need --enable-return-routed-experts.",
+    )
     loss: RlLossSettings = pydantic.Field(default_factory=RlLossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -165,12 +164,7 @@ class Steps(ResumableTraining):
         """
         samples, rollouts, has_signal = [], set(), False
         for place, row, credit in leased_conversations(self._folder, lease):
-            trajectory = row.trajectory  # whose lists take ten times the memory of arrays
-            ids, mask = array("i", trajectory.ids), array("B", trajectory.mask)
-            tokens = ids, mask, array("f", trajectory.logprobs)
-            samples.append(
-                Sample(*tokens, credit.advantages, place, credit.weights, trajectory.kept)
-            )
+            samples.append(Sample.of(row.trajectory, credit.advantages, place, credit.weights))
             rollouts.add((place, row.rollout))
             has_signal |= credit.has_signal
         if not has_signal:

@@ -9,9 +9,9 @@ from functools import partial
 
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.errors import SettingsError
-from agentloop.kept_ids import MAX_KEPT_IDS
 from agentloop.launch.machine import require_servers
 from agentloop.models import SMALL
+from agentloop.token_records import MAX_KEPT_IDS
 from agentloop.training.cluster.ray_cluster import require_ray
 from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.plan.cluster import cluster_problems

@@ -55,7 +55,7 @@ from agentloop.training.cluster.runtimes import RemoteRuntimes, StartActor
 from agentloop.training.learner_client.client import learner_command
 from agentloop.training.learner_client.launch import RanksSettings, starts
 from agentloop.training.plan.resources import Machine, plan, this_machine
-from agentloop.training.plan.settings import TrainSettings, fine_tuning, with_memory_saver
+from agentloop.training.plan.settings import TrainSettings, fine_tuning, with_server_options
 
 __all__ = [
     "ClusterPlan",
@@ -161,7 +161,7 @@ class ClusterPlan:
         if server.device == "auto":
             device = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
             server = server.model_copy(update={"device": device})
-        self.settings = with_memory_saver(settings.model_copy(update={"server": server}))
+        self.settings = with_server_options(settings.model_copy(update={"server": server}))
         server = self.settings.server
         self.machine = Machine(
             ram_bytes=min((node.memory_bytes or _MOST for node in nodes), default=_MOST),

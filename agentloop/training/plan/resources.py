@@ -92,6 +92,7 @@ class ModelShape:
         counted: whether parameters were counted in the weights rather than computed from the
             configuration.
         query_size, kv_size: total width of all query heads, and of all key (or value) heads.
+        num_routed: experts that a token is sent to, in all layers; 0: the model has none.
     """
 
     num_parameters: int
@@ -105,6 +106,7 @@ class ModelShape:
     mlp_size: int
     vocab_size: int
     context_length: int
+    num_routed: int = 0
 
     @classmethod
     def read(cls, folder: Path, changes: Mapping[str, object] | None = None) -> ModelShape:
@@ -135,6 +137,7 @@ class ModelShape:
                 mlp_size=config["intermediate_size"],
                 vocab_size=config["vocab_size"],
                 context_length=config.get("max_position_embeddings") or 0,
+                num_routed=config["num_hidden_layers"] * config.get("num_experts_per_tok", 0),
             )
         except KeyError as error:
             raise ModelError(
@@ -191,7 +194,7 @@ class Disk:
     """The disk space of a run's folder, in bytes: upper bounds.
 
     Published weights count twice, since they are replaced atomically, and checkpoints include one
-    that is being written. `kept_ids_per_step` is a part of the trajectories.
+    that is being written. `kept_ids_per_step` and `experts_per_step` are parts of the trajectories.
     """
 
     weights: int
@@ -199,6 +202,7 @@ class Disk:
     checkpoints: int
     trajectories_per_step: int
     kept_ids_per_step: int
+    experts_per_step: int
     trajectories: int
 
     @property
@@ -497,13 +501,15 @@ def _disk(shape: ModelShape, settings: TrainSettings) -> Disk:
         num_checkpoints = min(num_checkpoints, learner.keep_checkpoints + 1)
     tokens = loop.prompts_per_step * loop.group_size * settings.budget.max_response_tokens
     kept_ids = tokens * max(0, settings.sampling.top_k) * _BYTES_PER_KEPT_ID
-    per_step = tokens * _BYTES_PER_TRAJECTORY_TOKEN + kept_ids
+    experts = tokens * shape.num_routed * 4 // 3 if learner.routing_replay else 0  # in base64
+    per_step = tokens * _BYTES_PER_TRAJECTORY_TOKEN + kept_ids + experts
     return Disk(
         weights=_WIDTHS[learner.publish_dtype] * shape.num_parameters,
         checkpoint=checkpoint,
         checkpoints=num_checkpoints * checkpoint,
         trajectories_per_step=per_step,
         kept_ids_per_step=kept_ids,
+        experts_per_step=experts,
         trajectories=loop.steps * per_step,
     )
 

@@ -30,10 +30,11 @@ __all__ = [
     "learner_settings",
     "lends_memory",
     "serves_on_gpus",
-    "with_memory_saver",
+    "with_server_options",
 ]
 
 MEMORY_SAVER = "--enable-memory-saver"  # of SGLang
+_RETURN_EXPERTS = "--enable-return-routed-experts"  # of SGLang
 
 StageName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -125,10 +126,11 @@ def lends_memory(settings: TrainSettings) -> bool:
     return shares and takes_turns and is_ours and s.weights.transport == "disk"
 
 
-def with_memory_saver(settings: TrainSettings) -> TrainSettings:
-    """Return the settings of servers that can lend their memory, if these do."""
-    if not lends_memory(settings) or MEMORY_SAVER in settings.server.extra_args:
-        return settings
-    arguments = (*settings.server.extra_args, MEMORY_SAVER)
+def with_server_options(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with SGLang's options for what the learner needs of the servers."""
+    needed = [MEMORY_SAVER] * lends_memory(settings)
+    needed += [_RETURN_EXPERTS] * settings.learner.routing_replay
+    given = settings.server.extra_args
+    arguments = (*given, *(option for option in needed if option not in given))
     server = settings.server.model_copy(update={"extra_args": arguments})
     return settings.model_copy(update={"server": server})

@@ -282,9 +282,7 @@ class Replay:
         ]
         if not fitting:
             return differences_of([])
-        samples = [
-            Sample(each.ids, each.mask, each.logprobs, 0.0, 0, kept=each.kept) for each in fitting
-        ]
+        samples = [*map(Sample.of, fitting)]
         batch, out = folder / "scored.safetensors", folder / "scores.safetensors"
         await anyio.to_thread.run_sync(write_batch, batch, samples)
         await replayer.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=timeout_s)

@@ -32,12 +32,11 @@ from agentloop.events import (
 )
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.kept_ids import KeptIds
+from agentloop.token_records import KeptIds, RoutedExperts
 from agentloop.trajectory import (
     StopReason,
     ToolCallStatus,
     Trajectory,
-    TruncatedTurn,
     TurnEnd,
     VersionSpan,
 )
@@ -868,6 +867,25 @@ async def test_servers_version_spans_take_precedence_from_their_start() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": ("never",)}])  # the latter token by token
+async def test_each_turn_asks_for_the_experts_that_no_other_has(options: dict[str, Any]) -> None:
+    ids = written(CHAT, "It is 1776." + END)
+    recorded = [RoutedExperts(0, 2, bytes(40)), None, RoutedExperts(20, 2, bytes(80))]
+    turns = [chunks(ids, [1, 4], end=TurnEnd.STOP) for _ in recorded]
+    for turn, experts in zip(turns, recorded, strict=True):
+        turn[-1] = replace(turn[-1], experts=experts)
+    engine = ScriptedEngine(*turns)
+    replies = iter(["And?", "And then?", None])
+
+    async def reply(answer: str) -> str | None:
+        return next(replies)
+
+    made = await rollout(engine, reply=reply, options=TurnOptions(**options)).run()
+    assert [asked.experts_from for asked in engine.asked] == [0, 20, 20]
+    assert [len(span.ids) for span in made.experts] == [40, 80]
+    assert made.num_routed == 60
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ("never",)}])  # the latter token by token
 async def test_kept_ids_of_all_tokens_are_recorded(options: dict[str, Any]) -> None:
     ids = written(CHAT, "It is 1776." + END)
     steps = [
@@ -879,7 +897,6 @@ async def test_kept_ids_of_all_tokens_are_recorded(options: dict[str, Any]) -> N
     for num_kept in (len(ids), 1):
         made = await rollout(engine, sampling=sampling, options=TurnOptions(**options)).run()
         (turn,) = made.turns
-        assert isinstance(turn, TruncatedTurn)
         assert turn.kept == KeptIds([[id, id + 1] for id in ids[:num_kept]])
         assert len(turn.output_ids) == num_kept
     assert engine.asked[0].sampling.records_kept_ids

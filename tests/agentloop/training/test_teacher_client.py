@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 
 from agentloop.errors import ServerRefused, ServerUnavailable, SettingsError
 from agentloop.models import SMALL
+from agentloop.token_records import KeptIds
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.teacher_client import open_teacher
-from agentloop.trajectory import Trajectory, TruncatedTurn, Turn
+from agentloop.trajectory import Trajectory, Turn
 from tests.support import serving
 
 TOKENIZER = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
@@ -97,10 +98,8 @@ async def test_teacher_is_compared_over_the_kept_ids(
     max_compared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.training.teacher_client._MAX_COMPARED", max_compared)
-    first = TruncatedTurn([5, 6], [-1.0, 0.0], observation_ids=[7])
-    first.kept.extend([[5, 9], [6]])
-    last = TruncatedTurn([8], [-1.0])
-    last.kept.extend([[2, 8, 4]])
+    first = Turn([5, 6], [-1.0, 0.0], observation_ids=[7], kept=KeptIds([[5, 9], [6]]))
+    last = Turn([8], [-1.0], kept=KeptIds([[2, 8, 4]]))
     fake = FakeTeacher()
     async with taught(fake) as teacher:
         logprobs = await teacher(Trajectory("t", [3, 4], [first, last]))

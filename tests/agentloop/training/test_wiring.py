@@ -11,7 +11,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.plan.checks import check_settings
-from agentloop.training.plan.settings import TrainSettings
+from agentloop.training.plan.settings import TrainSettings, with_server_options
 from agentloop.training.wiring import RolloutPlan, RunPlan
 
 
@@ -35,6 +35,19 @@ def test_servers_and_learner_start_from_one_model(tmp_path: Path) -> None:
     assert (run.runtime.model, run.learner.model) == (str(tmp_path), tmp_path)
     assert run.fine_tuning is not None
     assert run.fine_tuning.runtime.model == str(SMALL.resolve())
+
+
+def test_servers_learner_and_rollouts_agree_on_routing_replay() -> None:
+    option = "--enable-return-routed-experts"
+    for value in (False, True):
+        overrides = [f"learner.routing_replay={value}".lower()]
+        settings = with_server_options(load_settings(TrainSettings, overrides=overrides))
+        assert with_server_options(settings) == settings
+        run = RunPlan.of(settings, log_dir=Path("/logs"))
+        assert run.learner.routing_replay == value
+        assert (option in run.runtime.server.extra_args) == value
+        sampling = pickle.loads(pickle.dumps(run.rollouts)).sampling
+        assert sampling.for_training().records_experts == value
 
 
 def test_nodes_get_the_whole_plan_of_rollouts() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_pin_memory
 from torch.nn.functional import scaled_dot_product_attention
 
 _SLACK = 1.25  # the longest of a group may be this many times as long as its shortest,
@@ -223,5 +224,9 @@ def _attend(
 
 
 def register() -> None:
-    """Make SGLang's `torch_native` attention this one."""
+    """Make SGLang's `torch_native` attention this one, and its tables of host memory plain memory.
+
+    In the latter it keeps what it returns besides tokens, such as the experts of each token.
+    """
     register_attention_backend("torch_native")(BatchedAttention)
+    ALLOC_MEMORY_FUNCS["cpu"] = alloc_with_pin_memory  # by default, registered with CUDA

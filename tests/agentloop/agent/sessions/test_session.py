@@ -32,8 +32,8 @@ from agentloop.events import (
 )
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.kept_ids import KeptIds
 from agentloop.serving.protocols.chat.chat_completions import ChunkWriter, chunk_frame, completion
+from agentloop.token_records import KeptIds, RoutedExperts
 from agentloop.trajectory import Message, StopReason, Trajectory
 from tests.support import (
     END,
@@ -672,6 +672,16 @@ async def test_branch_waits_for_its_client_after_messages_and_failures() -> None
     assert (
         first.started_s <= first.ended_s <= second.started_s <= second.ended_s <= record.elapsed_s
     )
+
+
+async def test_each_message_asks_for_the_experts_that_its_branch_lacks() -> None:
+    first = [replace(reply("one")[0], experts=RoutedExperts(0, 2, bytes(14)))]
+    client = Client(first, reply("two"), reply("three"), reply("four"))
+    answer = await client.ask(user("a"))
+    second = await client.ask(user("a"), answer, user("b"))
+    await client.ask(user("a"), answer, user("b"), second, user("c"))
+    await client.ask(user("d"))
+    assert [asked.experts_from for asked in client.engine.asked] == [0, 7, 7, 0]
 
 
 async def test_branches_keep_the_kept_ids_of_their_turns() -> None:

@@ -17,6 +17,7 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.token_records import RoutedExperts
 from agentloop.trajectory import TurnEnd, VersionSpan
 from tests.support import FakeSGLang, Fault, eventually, logprob
 
@@ -98,6 +99,16 @@ async def test_kept_ids_are_reported_if_requested(
     assert join(inputs) == (ANSWER, [logprob(at) / 2 for at in range(len(ANSWER))])
     (request,) = fake.requests
     assert request["return_logprob"] == bool(num_top)  # else nobody reads them
+
+
+async def test_experts_are_reported_from_where_they_are_wanted() -> None:
+    fake = FakeSGLang(ANSWER)
+    inputs: list[Chunk] = []
+    params = Sampling().to_sglang(max_new_tokens=100, stop_ids=(99,))
+    async with client(fake) as server:
+        await server.generate(PROMPT, params, rid="r", on_chunk=inputs.append, experts_from=2)
+    expected = RoutedExperts(2, 1, bytes(range(2, len(PROMPT + ANSWER) - 1)))
+    assert [chunk.experts for chunk in inputs if chunk.experts] == [expected]
 
 
 async def test_requests_use_sglangs_parameters() -> None:

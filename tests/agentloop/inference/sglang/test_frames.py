@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from base64 import b64encode
+from struct import pack
 from typing import Any
 
 import orjson
@@ -19,6 +21,7 @@ from agentloop.inference.sglang.frames import (
     FrameDecoder,
     InvalidFrame,
 )
+from agentloop.token_records import RoutedExperts
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 FAST = settings(max_examples=100, deadline=None)
@@ -164,6 +167,28 @@ def test_kept_ids_come_with_log_probabilities_among_them() -> None:
     reader.feed(kept_frame((6, -1.5, [7, 6, 8]), upto=3, finish={"type": "stop"}))
     assert [chunk.kept for chunk in chunks] == [[[3, 4]], [[5]], [[7, 6, 8]]]
     assert [chunk.logprobs for chunk in chunks] == [[-0.5], [0.0], [-1.5]]
+
+
+def last_frame(kind: str = "stop", **meta: Any) -> bytes:
+    return frame(3, 5, upto=2, finish={"type": kind}, prompt_tokens=4, **meta)
+
+
+def test_last_chunk_has_the_experts_from_a_token_on() -> None:
+    chunks: list[Chunk] = []
+    experts = b64encode(pack("<6i", *range(6))).decode()
+    ChunkReader(chunks.append, experts_from=2).feed(last_frame(routed_experts=experts))
+    assert chunks[0].experts == RoutedExperts(2, 2, bytes(range(6)))
+    ChunkReader(chunks.append, experts_from=2).feed(last_frame("abort"))
+    assert chunks[1].experts is None
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [({}, "needs --enable-return-routed-experts"), ({"routed_experts": "AAAA"}, "3 bytes of")],
+)
+def test_answer_without_the_experts_is_refused(meta: Any, message: str) -> None:
+    with pytest.raises(InvalidFrame, match=message):
+        ChunkReader(lambda chunk: None, experts_from=2).feed(last_frame(**meta))
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,16 @@ def test_each_sibling_has_its_own_seed_within_63_bits() -> None:
     assert Sampling().of_sibling(1) == Sampling()
 
 
-def test_only_a_cut_distribution_is_recorded_for_training() -> None:
+def test_only_what_the_learner_needs_is_recorded_for_training() -> None:
     whole, cut = Sampling(seed=3), Sampling(seed=3, top_k=20)
-    assert whole.for_training() is whole
+    assert not whole.for_training().records_kept_ids
     assert not cut.records_kept_ids
     recorded = cut.for_training().of_group("g").of_sibling(1)
     assert pickle.loads(pickle.dumps(recorded)).records_kept_ids
+    assert not recorded.records_experts
+    replayed = whole.with_routing_replay()
+    assert replayed.for_training().of_group("g").of_sibling(1).records_experts
+    assert not replayed.records_experts
     assert recorded.to_sglang(max_new_tokens=1, stop_ids=()) == cut.of_group("g").of_sibling(
         1
     ).to_sglang(max_new_tokens=1, stop_ids=())

@@ -226,6 +226,14 @@ def test_tokens_and_disk() -> None:
     assert "sampling.top_k" not in report(plan_for())
 
 
+def test_experts_take_disk_if_they_are_replayed(tmp_path: Path) -> None:
+    model = f"model='{write_config(tmp_path, num_experts_per_tok=2)}'"
+    replayed = plan_for(model, "learner.routing_replay=true")
+    assert replayed.disk.experts_per_step == 512 * 32 * 8192 * 4 * 2 * 4 // 3
+    assert "1.3 GiB  of these per step (routing_replay)" in report(replayed)
+    assert "routing_replay" not in report(plan_for(model))
+
+
 def test_bytes_of_a_trajectorys_token() -> None:
     """Ids of five digits and log-probabilities with all digits are typical of a large model."""
     num = 1000

@@ -1,4 +1,4 @@
-"""The ids that top-k, top-p and min-p have left to sample from."""
+"""What servers report of tokens for the learner: kept ids and experts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple, Self
 
-__all__ = ["MAX_KEPT_IDS", "KeptIds"]
+__all__ = ["MAX_EXPERTS", "MAX_KEPT_IDS", "KeptIds", "RoutedExperts"]
 
 MAX_KEPT_IDS = 4096
 """The most ids that SGLang reports for a token (`--sampling-mask-max-tokens`)."""
 
+MAX_EXPERTS = 256
+"""The most experts of a layer that can be recorded: a byte for each of a token's experts."""
+
 
 class KeptIds:
-    """The kept ids of a sequence of tokens, the sampled ones among them.
+    """The ids that top-k, top-p and min-p have left to sample each of a sequence of tokens from.
 
     `str` returns them as text, compressed, which takes time: call it in a thread.
 
@@ -103,3 +107,59 @@ def _joined(planes: bytes, width: int) -> bytes:
     for at in range(width):
         data[at::width] = planes[at * num : (at + 1) * num]
     return bytes(data)
+
+
+class RoutedExperts(NamedTuple):
+    """The experts to which consecutive tokens of a trajectory were sent.
+
+    Attributes:
+        start: the number of tokens before them in the trajectory.
+        width: experts of a token: as many in each layer as it is sent to, layer by layer.
+        ids: the experts of the first token, then those of the second, and so on.
+    """
+
+    start: int
+    width: int
+    ids: bytes
+
+    @property
+    def end(self) -> int:
+        """The number of tokens up to the last of them."""
+        return self.start + len(self.ids) // self.width
+
+    def after(self, start: int) -> Self:
+        """Return those of the tokens from `start` on."""
+        num_known = max(0, start - self.start)
+        return self._replace(start=self.start + num_known, ids=self.ids[num_known * self.width :])
+
+    @classmethod
+    def decode(cls, text: str, start: int, end: int) -> Self:
+        """Return the experts of the tokens [start, end), which SGLang has sent as `text`.
+
+        Raises:
+            ValueError: the text is damaged, or an expert is not below `MAX_EXPERTS`.
+        """
+        numbers = b64decode(text, validate=True)  # int32, little-endian
+        width, rest = divmod(len(numbers), 4 * (end - start))
+        if rest or not width:
+            raise ValueError(f"{len(numbers)} bytes of experts for {end - start} tokens")
+        zeros = bytes(len(numbers) // 4)
+        if any(numbers[at::4] != zeros for at in (1, 2, 3)):
+            raise ValueError(f"an expert is not from 0 to {MAX_EXPERTS - 1}")
+        return cls(start, width, numbers[::4])
+
+    def __str__(self) -> str:
+        return f"{self.start} {self.width} {b64encode(self.ids).decode()}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the experts of which `text` is the text.
+
+        Raises:
+            ValueError: it is not such a text.
+        """
+        start, width, ids = text.split(" ")
+        experts = cls(int(start), int(width), b64decode(ids, validate=True))
+        if experts.start < 0 or experts.width < 1 or len(experts.ids) % experts.width:
+            raise ValueError("experts: the text is damaged")
+        return experts
