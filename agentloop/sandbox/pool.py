@@ -19,11 +19,12 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from agentloop.sandbox.backend import Backend
@@ -31,7 +32,10 @@ from agentloop.sandbox.calls import NOT_OPEN, Calls
 from agentloop.sandbox.computer import Computer, ComputerLimits, Snapshot
 from agentloop.sandbox.computer.computer import open_computer
 from agentloop.sandbox.computer.fleet import Fleet, open_fleet
-from agentloop.sandbox.computer.machine import ComputerSpec
+from agentloop.sandbox.computer.images import name_of_folder
+from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.place import ComputerPlace, in_order
+from agentloop.sandbox.computer.remote import open_host_place
 from agentloop.sandbox.container import ContainerEngine, DockerBackend, docker_backend
 from agentloop.sandbox.errors import (
     NoEngine,
@@ -63,6 +67,8 @@ log = logging.getLogger("sandbox")
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 SURPLUS_S = 60.0  # time after which a worker that is not wanted any more is closed
 QUIET_S = 30.0  # failures to start workers are logged at most this often
+
+T = TypeVar("T")
 
 # Worker ids must be unique among all pools of all processes that use an engine.
 _token = secrets.token_hex(3)
@@ -98,8 +104,9 @@ class Pool:
         self._backends: list[Backend]
         self._group: TaskGroup
         self._languages: dict[str, bool] = {}  # whether calls can be in them
-        self._fleet: Fleet | None = None
-        self._fleet_lock = anyio.Lock()
+        self._places: dict[object, ComputerPlace] = {}  # of computers
+        self._opening = anyio.Lock()
+        self._built: dict[str, tuple[Path, float]] = {}  # folders of images
         self._stack = AsyncExitStack()
 
     # -- life -------------------------------------------------------------------------------
@@ -402,11 +409,12 @@ class Pool:
     ) -> AsyncIterator[Computer]:
         """Open a computer: a root file system of its own, shells that keep their state, files.
 
-        Leaving the context ends it with all that runs in it. It takes no slot of the pool.
+        Leaving the context ends it with all that runs in it. It takes no slot of the pool. Of
+        several hosts it is on the one with the fewest computers, or that has the image.
 
         Args:
-            image: an image that the engine has; by default the pool's own. It needs a shell, and
-                nothing of ours.
+            image: an image that the engine has, or can pull; by default the pool's own. It needs a
+                shell, and nothing of ours.
             files: what it begins with: bytes of a file, or a folder of this machine, by path.
             network: "none" has loopback alone, "allow:HOST[:PORT],..." these hosts through a proxy;
                 or the name of a network of the engine, unrestricted.
@@ -418,16 +426,20 @@ class Pool:
                 `network` and `limits` are those of the snapshot.
 
         Raises:
-            ProgramUnsupported: there is no engine on this machine, or it lacks the image.
-            SandboxUnavailable: the engine failed.
+            ProgramUnsupported: no engine, here or on a host, can be used, or it lacks the image.
+            SandboxUnavailable: the engine failed, or no host is connected.
             Overloaded: `max_sessions` are open, and none was closed in time.
             ValueError: the list of hosts has what is none.
         """
-        fleet = await self._open_fleet()
-        spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
+        spec = ComputerSpec(image, network, limits or ComputerLimits())
         if snapshot is not None:
             spec = snapshot.spec
-        async with open_computer(fleet, spec, user, workdir, env or {}, snapshot) as box:
+
+        async def take(place: ComputerPlace) -> tuple[ComputerPlace, ComputerMachine]:
+            return place, await place.take(spec)
+
+        place, machine = await self._in_a_place(spec.image, take)
+        async with open_computer(place, machine, user, workdir, env or {}, snapshot) as box:
             for path, content in (files or {}).items():
                 if isinstance(content, Path):
                     await box.put(content, path)
@@ -443,13 +455,18 @@ class Pool:
         network: str = "none",
         limits: ComputerLimits | None = None,
     ) -> None:
-        """Keep `num` computers ready from now on, and wait until they are. Raises as `computer`."""
-        fleet = await self._open_fleet()
+        """Keep `num` computers ready from now on, and wait until they are. Raises as `computer`.
+
+        That is on this machine: hosts keep theirs.
+        """
+        fleet = await self.open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
         await fleet.keep_warm(spec, num)
 
     async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
         """Build an image from a folder with a Dockerfile, if it has not been built yet.
+
+        Of several hosts, one builds it now, and another when a computer of it is opened there.
 
         Returns:
             The image's name, which follows from the folder's contents.
@@ -458,21 +475,72 @@ class Pool:
             SandboxUnavailable: a step of it failed, or the engine did.
             OSError: the folder cannot be read.
         """
-        fleet = await self._open_fleet()
-        return await fleet.build_image(folder, timeout_s)
+        name = await anyio.to_thread.run_sync(name_of_folder, folder)
+        self._built[name] = folder, timeout_s
+        await self._in_a_place(name, lambda place: anyio.lowlevel.checkpoint())
+        return name
 
-    async def _open_fleet(self) -> Fleet:
+    async def _in_a_place(self, image: str, act: Callable[[ComputerPlace], Awaitable[T]]) -> T:
+        """Do something in the best place for an image, or in the next one if that fails."""
+        failure = SandboxUnavailable("no host that could have a computer is connected")
+        for place in in_order(await self._open_places(), image):
+            try:
+                if image in self._built:
+                    await place.ensure_image(image, *self._built[image])
+                return await act(place)
+            except SandboxUnavailable as error:
+                failure = error
+        raise failure
+
+    async def _open_places(self) -> list[ComputerPlace]:
+        """Return the places of computers. Raises ProgramUnsupported if there never is one."""
+        hosts = [backend for backend in self._backends if isinstance(backend, HostBackend)]
+        places = [
+            await self._open_place(host, open_host_place(host))
+            for host in hosts
+            if host.no_computers == ""
+        ]
+        if not hosts or not self.no_computers:
+            places.append(await self.open_fleet())
+        if not places and all(host.no_computers for host in hosts):
+            reasons = (f"the host {host.url}: {host.no_computers}" for host in hosts)
+            raise ProgramUnsupported("; ".join(reasons))
+        return places
+
+    @property
+    def no_computers(self) -> str:
+        """Why computers cannot be on this machine; empty if they can."""
+        try:
+            self._container_engine("a computer")
+        except ProgramUnsupported as error:
+            return str(error)
+        return ""
+
+    async def open_fleet(self) -> Fleet:
+        """Return the computers of this machine, also for a pool elsewhere (computer/host.py).
+
+        Raises:
+            ProgramUnsupported, SandboxUnavailable: there can be none.
+        """
         engine = self._container_engine("a computer")
-        async with self._fleet_lock:  # no deadline: the toolbox is made in a second
-            if self._fleet is None:
-                self._fleet = await self._group.start(self._run_fleet, engine)
-        return self._fleet
+        return cast(Fleet, await self._open_place(engine, open_fleet(engine, self.settings)))
 
-    async def _run_fleet(
-        self, engine: ContainerEngine, *, task_status: anyio.abc.TaskStatus[Fleet]
+    async def _open_place(
+        self, key: object, opening: AbstractAsyncContextManager[ComputerPlace]
+    ) -> ComputerPlace:
+        async with self._opening:  # no deadline: a toolbox is made in a second
+            if key not in self._places:
+                self._places[key] = await self._group.start(self._hold_place, opening)
+        return self._places[key]
+
+    async def _hold_place(
+        self,
+        opening: AbstractAsyncContextManager[ComputerPlace],
+        *,
+        task_status: anyio.abc.TaskStatus[ComputerPlace],
     ) -> None:
-        async with open_fleet(engine, self.settings) as fleet:
-            task_status.started(fleet)
+        async with opening as place:
+            task_status.started(place)
             await anyio.sleep_forever()  # no deadline: the pool's end cancels it
 
     def _container_engine(self, what: str) -> ContainerEngine:
@@ -507,6 +575,7 @@ class Pool:
             "waiting": self._queue.num_waiting,
             "sessions": sum(w.num_sessions for w in alive),
             "sessions_waiting": self._queue.num_waiting_sessions,
+            "computers": sum(place.num_computers for place in self._places.values()),
             "lost": self._num_lost,
             "calls": {str(status): count for status, count in self._calls.counts.items() if count},
             "layers": layers[self._backends[-1].name],

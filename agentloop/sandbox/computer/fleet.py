@@ -9,17 +9,16 @@ For each of the last images, machines are kept ready for a while after one was l
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import aiodocker
 import aiohttp
@@ -29,12 +28,12 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.computer.images import (
     BUILT_LABEL,
-    IMAGE_NAME,
     bound_images,
+    image_name,
     mark_used,
+    pack_image,
 )
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
-from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.computer.toolbox import make_toolbox
 from agentloop.sandbox.container import LABEL, ContainerEngine
 from agentloop.sandbox.engine import what_it_said
@@ -91,7 +90,9 @@ class Fleet:
     def __init__(self, engine: ContainerEngine, settings: PoolSettings, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
-        """A directory of ours, removed at the end."""
+        self.images: set[str] = set()
+        self.max_computers = settings.max_sessions
+        self.num_computers = 0
         self.machines: set[ComputerMachine] = set()
         self._settings = settings
         self._stocks: dict[ComputerSpec, _Stock] = {}
@@ -113,32 +114,46 @@ class Fleet:
             await stock.changed.wait()  # no deadline: each start has one
             stock.raise_failure()
 
-    async def build_image(self, folder: Path, timeout_s: float) -> str:
-        """Build an image from a folder with a Dockerfile, unless the engine has it."""
-        docker = self.engine.docker
-        with TemporaryFile() as context:
-            await anyio.to_thread.run_sync(partial(pack_folder, folder, context, keeps_times=False))
-            digest = await anyio.to_thread.run_sync(hashlib.file_digest, context, "sha256")
-            name = f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
-            async with self._building:  # no deadline: each build has one
-                try:
-                    if await has_image(docker, name):
-                        await mark_used(docker, name)
-                    else:
-                        context.seek(0)
-                        await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
-                        await bound_images(docker, self._settings.built_images_gib * (1 << 30))
-                except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-                    raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
-        return name
+    async def ensure_image(self, name: str, folder: Path, timeout_s: float) -> None:
+        if not await self.has_image(name):
+            with TemporaryFile() as context:
+                await anyio.to_thread.run_sync(pack_image, folder, context)
+                await self.build_image(name, context, timeout_s)
 
-    async def take(self, spec: ComputerSpec) -> ComputerMachine:
-        """Return a machine that is ready; `give_back` must follow.
+    async def has_image(self, name: str) -> bool:
+        """Return whether the engine has an image, and note that it is wanted.
 
         Raises:
-            Overloaded: as many are in use as may be, for too long.
-            ProgramUnsupported, SandboxUnavailable: as `keep_warm`.
+            SandboxUnavailable: the engine failed.
         """
+        with _engine_errors():
+            return await mark_used(self.engine.docker, name)
+
+    async def build_image(self, name: str, context: IO[bytes], timeout_s: float) -> None:
+        """Build an image from a tar whose contents it is named by. Raises as `ensure_image`."""
+        docker = self.engine.docker
+        if name != await anyio.to_thread.run_sync(image_name, context):
+            raise SandboxUnavailable(f"the folder of {name} is not what it was")
+        async with self._building:  # no deadline: each build has one
+            with _engine_errors():
+                if not await has_image(docker, name):
+                    context.seek(0)
+                    await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
+                    await bound_images(docker, self._settings.built_images_gib * (1 << 30))
+        self.images.add(name)
+
+    async def take(self, spec: ComputerSpec) -> ComputerMachine:
+        spec = replace(spec, image=spec.image or self.engine.image)
+        self.num_computers += 1
+        try:
+            machine = await self._wait_to_take(spec)
+        except BaseException:
+            self.num_computers -= 1
+            raise
+        self.images.add(spec.image)
+        return machine
+
+    async def _wait_to_take(self, spec: ComputerSpec) -> ComputerMachine:
         with anyio.move_on_after(self._settings.max_wait_s) as wait:
             await self._room.acquire()
         if wait.cancelled_caught:
@@ -153,7 +168,7 @@ class Fleet:
             raise
 
     def give_back(self, machine: ComputerMachine) -> None:
-        """End a machine; its container is removed meanwhile."""
+        self.num_computers -= 1
         machine.channel.lose("it was closed")
         self._room.release()
 
@@ -190,7 +205,7 @@ class Fleet:
     async def _inspect(self, image: str) -> Mapping[str, Any]:
         """Return an image's configuration, after pulling it if the engine lacks it."""
         docker = self.engine.docker
-        try:
+        with _engine_errors():
             with suppress(ProgramUnsupported):
                 return await inspect_image(docker, image)
             log.info("pulling the image %s", image)
@@ -203,8 +218,6 @@ class Fleet:
                     f"the engine has no image {image!r} and cannot pull it: {reason}"
                 ) from error
             return await inspect_image(docker, image)
-        except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-            raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
     def _forget_unused(self) -> None:
         """Keep nothing ready of what has not been used for long, or is one of too many."""
@@ -308,6 +321,15 @@ class Fleet:
                 f"{machine.spec.limits.disk_mib} (disk_mib)",
                 by_program=True,
             )
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Raise an engine's errors as SandboxUnavailable."""
+    try:
+        yield
+    except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+        raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
 
 def _free_bytes(root: str) -> float:

@@ -7,15 +7,20 @@ since whoever uses it names it anew; so the bound holds for all processes togeth
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import aiodocker
 import aiohttp
 import anyio
 
+from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.container import LABEL
 from agentloop.sandbox.engine import what_it_said
 
@@ -52,11 +57,39 @@ def next_to_remove(
     return min(unused, key=lambda image: image.used_at, default=None)
 
 
-async def mark_used(docker: aiodocker.Docker, name: str) -> None:
-    """Note that an image is wanted. Raises aiodocker.DockerError, aiohttp.ClientError, OSError."""
+def pack_image(folder: Path, context: IO[bytes]) -> None:
+    """Write a folder with a Dockerfile as a tar; the same contents make the same."""
+    pack_folder(folder, context, keeps_times=False)
+
+
+def name_of_folder(folder: Path) -> str:
+    """Return the name of the image that is built of a folder."""
+    with TemporaryFile() as context:
+        pack_image(folder, context)
+        return image_name(context)
+
+
+def image_name(context: IO[bytes]) -> str:
+    """Return the name of the image that is built of a tar."""
+    context.seek(0)
+    return f"{IMAGE_NAME}:{hashlib.file_digest(context, 'sha256').hexdigest()[:12]}"  # type: ignore[arg-type]
+
+
+async def mark_used(docker: aiodocker.Docker, name: str) -> bool:
+    """Note that an image is wanted; return whether there is one.
+
+    Raises:
+        aiodocker.DockerError, aiohttp.ClientError, OSError: the engine failed.
+    """
     repository, _, tag = name.partition(":")
-    with anyio.fail_after(ENGINE_TIMEOUT_S):
-        await docker.images.tag(name, repository, tag=tag)
+    try:
+        with anyio.fail_after(ENGINE_TIMEOUT_S):
+            await docker.images.tag(name, repository, tag=tag)
+    except aiodocker.DockerError as error:
+        if error.status != 404:
+            raise
+        return False
+    return True
 
 
 async def bound_images(docker: aiodocker.Docker, max_bytes: float) -> None:

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import anyio
-from anyio.abc import SocketListener, SocketStream, TaskGroup
+from anyio.abc import ByteStream, SocketListener, SocketStream, TaskGroup
 
 from agentloop.sandbox.computer.egress import (
     TLS_PORT,
@@ -131,7 +131,11 @@ async def serving(
 
 
 async def relay(
-    near: SocketStream, far: SocketStream, outgoing: AsyncIterable[bytes], one_answer: bool = False
+    near: ByteStream,
+    far: ByteStream,
+    outgoing: AsyncIterable[bytes],
+    one_answer: bool = False,
+    idle_s: float = IDLE_S,
 ) -> None:
     """Copy both ways until both have ended, or nothing has moved for long.
 
@@ -139,15 +143,15 @@ async def relay(
         outgoing: what `far` gets of what `near` sends.
         one_answer: end when `far` does.
     """
-    with anyio.move_on_after(IDLE_S) as scope:
+    with anyio.move_on_after(idle_s) as scope:
 
-        async def copy(source: AsyncIterable[bytes], target: SocketStream) -> None:
+        async def copy(source: AsyncIterable[bytes], target: ByteStream) -> None:
             try:
                 with suppress(anyio.EndOfStream):
                     # no deadline: the scope has one
                     async for data in source:
                         await target.send(data)  # no deadline: likewise
-                        scope.deadline = anyio.current_time() + IDLE_S
+                        scope.deadline = anyio.current_time() + idle_s
                 await target.send_eof()
             except (*ENDED, Refused):
                 scope.cancel()
