@@ -90,7 +90,7 @@ class Fleet:
     def __init__(self, engine: ContainerEngine, settings: PoolSettings, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
-        self.images: set[str] = set()
+        self.images = {""}
         self.max_computers = settings.max_sessions
         self.num_computers = 0
         self.machines: set[ComputerMachine] = set()

@@ -16,7 +16,7 @@ class ComputerPlace(Protocol):
 
     Attributes:
         folder: a directory of this machine, which is removed at the end.
-        images: those that computers have been started of, or that were built.
+        images: those that computers have been started of, or that were built; "", its own.
         max_computers: how many may be open.
     """
 

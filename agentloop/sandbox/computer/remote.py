@@ -98,7 +98,7 @@ class HostPlace:
 
     def __init__(self, host: HostBackend, folder: Path, group: TaskGroup) -> None:
         self.folder = folder
-        self.images: set[str] = set()
+        self.images = {""}
         self._host, self._group = host, group
         self._num_own = 0
 
@@ -143,27 +143,30 @@ class HostPlace:
         """Hold a computer until its channel is lost."""
         channel, outbox = ComputerChannel(), Outbox()
         channel.connection_made(cast(Any, _Transport(outbox)))
-        async with AsyncExitStack() as stack:
-            socket = await stack.enter_async_context(self._connect("take"))
-            reply = await self._ask(socket, dataclasses.asdict(spec))
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(outbox.send_all, socket)
-                tasks.start_soon(self._read, socket, channel)
-                machine = ComputerMachine(
-                    dataclasses.replace(spec, image=reply["image"]),
-                    channel,
-                    tasks,
-                    reply["name"],
-                    reply["config"],
-                    partial(self._connect_port, reply["key"]),
-                    partial(self._list_changes, reply["key"]),
-                )
-                task_status.started(machine)
-                try:
-                    await channel.lost.wait()  # no deadline: as long as it is used
-                finally:
-                    channel.lose("the pool was closed")
-                    tasks.cancel_scope.cancel()
+        try:
+            async with self._connect("take") as socket:
+                reply = await self._ask(socket, dataclasses.asdict(spec))
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(outbox.send_all, socket)
+                    tasks.start_soon(self._read, socket, channel)
+                    machine = ComputerMachine(
+                        dataclasses.replace(spec, image=reply["image"]),
+                        channel,
+                        tasks,
+                        reply["name"],
+                        reply["config"],
+                        partial(self._connect_port, reply["key"]),
+                        partial(self._list_changes, reply["key"]),
+                    )
+                    task_status.started(machine)
+                    try:
+                        await channel.lost.wait()  # no deadline: as long as it is used
+                    finally:
+                        channel.lose("the pool was closed")
+                        tasks.cancel_scope.cancel()
+        except SandboxError:
+            if not channel.lost.is_set():
+                raise
 
     async def _read(self, socket: Socket, channel: ComputerChannel) -> None:
         why, by_program = f"the connection to the host {self._host.url} ended", False
@@ -180,13 +183,13 @@ class HostPlace:
         channel.lose(why, by_program=by_program)
 
     async def _connect_port(self, key: str, port: int) -> SocketBytes:
-        async with AsyncExitStack() as stack:
-            try:
+        try:
+            async with AsyncExitStack() as stack:
                 socket = await stack.enter_async_context(self._connect("port", None))
                 await self._ask(socket, {"key": key, "port": port})
-            except SandboxError as error:
-                raise OSError(5, str(error)) from error
-            return SocketBytes(socket, stack.pop_all())
+                return SocketBytes(socket, stack.pop_all())
+        except SandboxError as error:
+            raise OSError(5, str(error)) from error
 
     async def _list_changes(self, key: str) -> list[Change]:
         async with self._connect("changes") as socket:
