@@ -213,7 +213,7 @@ from agentloop.sandbox import Pool, PoolSettings
 async def main():
     async with Pool(PoolSettings(hosts=sys.argv[1:])) as pool, pool.computer() as box:
         async with box.fork() as sibling:
-            print(box.container_name, sibling.container_name, flush=True)
+            print(f"{box.container_name} {sibling.container_name}", flush=True)
             await sibling.run("trap '' INT TERM; sleep 1000", timeout_s=1000)
 anyio.run(main)
 """
@@ -223,11 +223,14 @@ async def test_nothing_is_left_of_a_client_that_is_killed(hosts: Hosts) -> None:
     url = next(iter(hosts.urls.values()))
     client = [sys.executable, "-c", CLIENT, url]
     async with await anyio.open_process(client, stderr=None) as process:
-        assert process.stdout is not None
-        names = set((await process.stdout.receive()).decode().split())
-        assert names <= set(containers())
-        assert len(names) == 2
-        process.kill()
+        try:
+            assert process.stdout is not None
+            with anyio.fail_after(patient(60)):
+                names = set((await process.stdout.receive()).decode().split())
+            assert names <= set(containers())
+            assert len(names) == 2
+        finally:
+            process.kill()
     await until(lambda: names.isdisjoint(containers()))
     await until(lambda: hosts.num_computers(next(iter(hosts.urls))) == 0)
 
