@@ -97,7 +97,6 @@ class LinkedClient:
             sessions=settings.max_sessions,
             grace_s=settings.max_wait_s + 2 * GRACE_S,
             layers=self._pool.stats()["layers"],
-            no_computers=self._pool.no_computers,
         )
 
     async def _send_load(self) -> None:

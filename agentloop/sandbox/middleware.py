@@ -120,25 +120,17 @@ class RequestLimits:
         """Count a request and the bytes of its body and response, until the client has that."""
         if request.method != "POST":
             return await handler(request)
-        with self.counted():
-            try:
-                response = await handler(request)
-                if isinstance(response, web.Response):
-                    await self._send(request, response)
-                return response
-            finally:
-                self.held.free(id(request))
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count an open request. Raises RequestRefused if there are too many."""
         if self.num_requests >= self._max_requests:
             raise _overload()
         self.num_requests += 1
         try:
-            yield
+            response = await handler(request)
+            if isinstance(response, web.Response):
+                await self._send(request, response)
+            return response
         finally:
             self.num_requests -= 1
+            self.held.free(id(request))
 
     async def reserve(self, request: web.Request, num_bytes: int) -> None:
         """Wait until there is memory for so large a response."""

@@ -19,12 +19,13 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from tempfile import TemporaryFile
+from typing import Any, Self
 
 import anyio
-import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from agentloop.sandbox.backend import Backend
@@ -32,10 +33,10 @@ from agentloop.sandbox.calls import NOT_OPEN, Calls
 from agentloop.sandbox.computer import Computer, ComputerLimits, Snapshot
 from agentloop.sandbox.computer.computer import open_computer
 from agentloop.sandbox.computer.fleet import Fleet, open_fleet
-from agentloop.sandbox.computer.images import name_of_folder
+from agentloop.sandbox.computer.images import pack_image
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.place import ComputerPlace, in_order
-from agentloop.sandbox.computer.remote import open_host_place
+from agentloop.sandbox.computer.remote import HostPlace
 from agentloop.sandbox.container import ContainerEngine, DockerBackend, docker_backend
 from agentloop.sandbox.errors import (
     NoEngine,
@@ -54,6 +55,7 @@ from agentloop.sandbox.languages import (
     second_call,
 )
 from agentloop.sandbox.link import next_id
+from agentloop.sandbox.owner import make_dir, remove_tree
 from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
@@ -67,8 +69,6 @@ log = logging.getLogger("sandbox")
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 SURPLUS_S = 60.0  # time after which a worker that is not wanted any more is closed
 QUIET_S = 30.0  # failures to start workers are logged at most this often
-
-T = TypeVar("T")
 
 # Worker ids must be unique among all pools of all processes that use an engine.
 _token = secrets.token_hex(3)
@@ -104,8 +104,9 @@ class Pool:
         self._backends: list[Backend]
         self._group: TaskGroup
         self._languages: dict[str, bool] = {}  # whether calls can be in them
-        self._places: dict[object, ComputerPlace] = {}  # of computers
-        self._opening = anyio.Lock()
+        self._fleet: Fleet | None = None
+        self._fleet_lock = anyio.Lock()
+        self._hosts: list[HostPlace] = []
         self._built: dict[str, tuple[Path, float]] = {}  # folders of images
         self._stack = AsyncExitStack()
 
@@ -115,8 +116,14 @@ class Pool:
         async with AsyncExitStack() as stack:
             backends = await self._choose_backends(stack)
             self._backends = backends
+            stack.callback(remove_tree, folder := make_dir())
             self._group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self._group.cancel_scope.cancel)
+            self._hosts = [
+                HostPlace(backend, folder, self._group)
+                for backend in backends
+                if isinstance(backend, HostBackend)
+            ]
             async with anyio.create_task_group() as starting:
                 for backend in backends:
                     starting.start_soon(self._group.start, self._keep, backend)
@@ -409,8 +416,8 @@ class Pool:
     ) -> AsyncIterator[Computer]:
         """Open a computer: a root file system of its own, shells that keep their state, files.
 
-        Leaving the context ends it with all that runs in it. It takes no slot of the pool. Of
-        several hosts it is on the one with the fewest computers, or that has the image.
+        Leaving the context ends it with all that runs in it. It takes no slot of the pool. With
+        hosts, it is on the one with the fewest computers, or that has the image.
 
         Args:
             image: an image that the engine has, or can pull; by default the pool's own. It needs a
@@ -426,7 +433,7 @@ class Pool:
                 `network` and `limits` are those of the snapshot.
 
         Raises:
-            ProgramUnsupported: no engine, here or on a host, can be used, or it lacks the image.
+            ProgramUnsupported: there is no engine, here or on a host, or it lacks the image.
             SandboxUnavailable: the engine failed, or no host is connected.
             Overloaded: `max_sessions` are open, and none was closed in time.
             ValueError: the list of hosts has what is none.
@@ -434,11 +441,7 @@ class Pool:
         spec = ComputerSpec(image, network, limits or ComputerLimits())
         if snapshot is not None:
             spec = snapshot.spec
-
-        async def take(place: ComputerPlace) -> tuple[ComputerPlace, ComputerMachine]:
-            return place, await place.take(spec)
-
-        place, machine = await self._in_a_place(spec.image, take)
+        place, machine = await self._take_machine(spec)
         async with open_computer(place, machine, user, workdir, env or {}, snapshot) as box:
             for path, content in (files or {}).items():
                 if isinstance(content, Path):
@@ -455,9 +458,9 @@ class Pool:
         network: str = "none",
         limits: ComputerLimits | None = None,
     ) -> None:
-        """Keep `num` computers ready from now on, and wait until they are. Raises as `computer`.
+        """Keep `num` computers ready here from now on, and wait until they are.
 
-        That is on this machine: hosts keep theirs.
+        Raises as `computer`. Hosts keep theirs.
         """
         fleet = await self.open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
@@ -466,7 +469,7 @@ class Pool:
     async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
         """Build an image from a folder with a Dockerfile, if it has not been built yet.
 
-        Of several hosts, one builds it now, and another when a computer of it is opened there.
+        Further hosts build it when they get a computer of it.
 
         Returns:
             The image's name, which follows from the folder's contents.
@@ -475,46 +478,39 @@ class Pool:
             SandboxUnavailable: a step of it failed, or the engine did.
             OSError: the folder cannot be read.
         """
-        name = await anyio.to_thread.run_sync(name_of_folder, folder)
+        with TemporaryFile() as context:
+            name = await anyio.to_thread.run_sync(pack_image, folder, context)
         self._built[name] = folder, timeout_s
-        await self._in_a_place(name, lambda place: anyio.lowlevel.checkpoint())
+        await self._ensure_image((await self._open_places(name))[0], name)
         return name
 
-    async def _in_a_place(self, image: str, act: Callable[[ComputerPlace], Awaitable[T]]) -> T:
-        """Do something in the best place for an image, or in the next one if that fails."""
-        failure = SandboxUnavailable("no host that could have a computer is connected")
-        for place in in_order(await self._open_places(), image):
+    async def _ensure_image(self, place: ComputerPlace, name: str) -> None:
+        if name in self._built:
+            folder, timeout_s = self._built[name]
+            pack = partial(anyio.to_thread.run_sync, pack_image, folder)
+            await place.ensure_image(name, pack, timeout_s)
+        place.images.add(name)
+
+    async def _take_machine(self, spec: ComputerSpec) -> tuple[ComputerPlace, ComputerMachine]:
+        """Take a machine at the best place, or at the next one if that fails."""
+        failure: SandboxError | None = None
+        for place in await self._open_places(spec.image):
             try:
-                if image in self._built:
-                    await place.ensure_image(image, *self._built[image])
-                return await act(place)
-            except SandboxUnavailable as error:
+                await self._ensure_image(place, spec.image)
+                return place, await place.take(spec)
+            except (SandboxUnavailable, ProgramUnsupported) as error:
                 failure = error
+        assert failure is not None
         raise failure
 
-    async def _open_places(self) -> list[ComputerPlace]:
-        """Return the places of computers. Raises ProgramUnsupported if there never is one."""
-        hosts = [backend for backend in self._backends if isinstance(backend, HostBackend)]
-        places = [
-            await self._open_place(host, open_host_place(host))
-            for host in hosts
-            if host.no_computers == ""
-        ]
-        if not hosts or not self.no_computers:
+    async def _open_places(self, image: str) -> list[ComputerPlace]:
+        """Return the places of computers, the best one first; at least one."""
+        places: list[ComputerPlace] = [host for host in self._hosts if host.is_connected]
+        if not self._hosts or self.has_containers:
             places.append(await self.open_fleet())
-        if not places and all(host.no_computers for host in hosts):
-            reasons = (f"the host {host.url}: {host.no_computers}" for host in hosts)
-            raise ProgramUnsupported("; ".join(reasons))
-        return places
-
-    @property
-    def no_computers(self) -> str:
-        """Why computers cannot be on this machine; empty if they can."""
-        try:
-            self._container_engine("a computer")
-        except ProgramUnsupported as error:
-            return str(error)
-        return ""
+        if not places:
+            raise SandboxUnavailable("no host is connected")
+        return in_order(places, image)
 
     async def open_fleet(self) -> Fleet:
         """Return the computers of this machine, also for a pool elsewhere (computer/host.py).
@@ -523,24 +519,16 @@ class Pool:
             ProgramUnsupported, SandboxUnavailable: there can be none.
         """
         engine = self._container_engine("a computer")
-        return cast(Fleet, await self._open_place(engine, open_fleet(engine, self.settings)))
+        async with self._fleet_lock:  # no deadline: the toolbox is made in a second
+            if self._fleet is None:
+                self._fleet = await self._group.start(self._run_fleet, engine)
+        return self._fleet
 
-    async def _open_place(
-        self, key: object, opening: AbstractAsyncContextManager[ComputerPlace]
-    ) -> ComputerPlace:
-        async with self._opening:  # no deadline: a toolbox is made in a second
-            if key not in self._places:
-                self._places[key] = await self._group.start(self._hold_place, opening)
-        return self._places[key]
-
-    async def _hold_place(
-        self,
-        opening: AbstractAsyncContextManager[ComputerPlace],
-        *,
-        task_status: anyio.abc.TaskStatus[ComputerPlace],
+    async def _run_fleet(
+        self, engine: ContainerEngine, *, task_status: anyio.abc.TaskStatus[Fleet]
     ) -> None:
-        async with opening as place:
-            task_status.started(place)
+        async with open_fleet(engine, self.settings) as fleet:
+            task_status.started(fleet)
             await anyio.sleep_forever()  # no deadline: the pool's end cancels it
 
     def _container_engine(self, what: str) -> ContainerEngine:
@@ -575,7 +563,7 @@ class Pool:
             "waiting": self._queue.num_waiting,
             "sessions": sum(w.num_sessions for w in alive),
             "sessions_waiting": self._queue.num_waiting_sessions,
-            "computers": sum(place.num_computers for place in self._places.values()),
+            "computers": self._fleet.num_computers if self._fleet else 0,
             "lost": self._num_lost,
             "calls": {str(status): count for status, count in self._calls.counts.items() if count},
             "layers": layers[self._backends[-1].name],

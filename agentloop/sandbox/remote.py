@@ -4,26 +4,26 @@ A host uses the frames of a worker (protocol.py) over a WebSocket at `/v1/link`,
 it like a worker: waiting, cancelling, sessions, and a second run elsewhere after a loss. Additional
 frames and fields:
 
-From the host     ready {slots, sessions, grace_s, layers, no_computers}
-                  load {others, computers}
+From the host     ready {slots, sessions, grace_s, layers}     load {others, computers}
                   done {..., queue_s, worker_id, attempt}
 
-`others` is the number of calls that the host runs for other clients, and `computers` that of all
-computers there (computer/remote.py); the pool prefers hosts with few. A vanished host is detected
-by its missing heartbeat within 15 s.
+`others` is the number of calls that the host runs for other clients; the pool prefers hosts with
+few. `computers` are all that are there (computer/remote.py). A vanished host is detected by its
+missing heartbeat within 15 s.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
 
 import aiohttp
 import anyio
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Link, Pending, wait_ready
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.protocol import MAX_FRAME_BYTES, JsonObject
 from agentloop.sandbox.results import MEASURED
 from agentloop.sandbox.settings import PoolSettings
 
@@ -83,7 +83,7 @@ class HostLink(Link):
         match message:
             case {"op": "load", "others": int(number)}:
                 self.num_others = number
-                self.num_computers = message.get("computers", 0)
+                self.num_computers = cast(int, message.get("computers", 0))
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: does it run another version?")
             case _:
@@ -95,7 +95,7 @@ class HostBackend:
 
     Attributes:
         url: the host's URL, which may change; the next connection goes to the new one.
-        link: the latest connection.
+        link: the latest connection of its worker.
     """
 
     name = "host"
@@ -109,13 +109,6 @@ class HostBackend:
         self.layers: Mapping[str, str] = {}
         self.link: HostLink | None = None
 
-    @property
-    def no_computers(self) -> str | None:
-        """Why it has no computers; empty if it has, and None while it is not connected."""
-        if self.link is None or self.link.lost.is_set():
-            return None
-        return str(self.link.hello.get("no_computers", "it runs another version"))
-
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
         async with self.connect(PATH) as socket, self._open_link(socket, worker_id) as link:
@@ -123,12 +116,9 @@ class HostBackend:
 
     @asynccontextmanager
     async def connect(
-        self,
-        path: str,
-        heartbeat_s: float | None = HEARTBEAT_S,
-        max_message_bytes: int = MAX_MSG_SIZE,
+        self, path: str, heartbeat_s: float | None = HEARTBEAT_S
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        """Open a WebSocket. Raises SandboxUnavailable, also where the block fails of it."""
+        """Open a WebSocket. Raises SandboxUnavailable, also if it fails in the block."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=10)) as http,
@@ -140,7 +130,7 @@ class HostBackend:
                         self.url + path,
                         headers=self._headers,
                         heartbeat=heartbeat_s,
-                        max_msg_size=max_message_bytes,
+                        max_msg_size=MAX_FRAME_BYTES,
                         compress=0,
                         timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
                     )

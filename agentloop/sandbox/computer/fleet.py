@@ -13,8 +13,8 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,9 +29,8 @@ from anyio.abc import TaskGroup
 from agentloop.sandbox.computer.images import (
     BUILT_LABEL,
     bound_images,
-    image_name,
     mark_used,
-    pack_image,
+    name_image,
 )
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
 from agentloop.sandbox.computer.toolbox import make_toolbox
@@ -90,15 +89,22 @@ class Fleet:
     def __init__(self, engine: ContainerEngine, settings: PoolSettings, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
+        """A directory of ours, removed at the end."""
         self.images = {""}
+        """Those that computers were started of; "", the engine's own."""
         self.max_computers = settings.max_sessions
-        self.num_computers = 0
         self.machines: set[ComputerMachine] = set()
         self._settings = settings
         self._stocks: dict[ComputerSpec, _Stock] = {}
         self._group: TaskGroup
         self._building = anyio.Lock()
         self._room = anyio.Semaphore(settings.max_sessions)
+
+    @property
+    def num_computers(self) -> int:
+        """Number of machines that are in use, or are waited for."""
+        waiting = self._room.statistics().tasks_waiting
+        return self.max_computers - self._room.value + waiting
 
     async def keep_warm(self, spec: ComputerSpec, num: int) -> None:
         """Keep `num` machines ready from now on, and wait until they are.
@@ -114,46 +120,33 @@ class Fleet:
             await stock.changed.wait()  # no deadline: each start has one
             stock.raise_failure()
 
-    async def ensure_image(self, name: str, folder: Path, timeout_s: float) -> None:
-        if not await self.has_image(name):
-            with TemporaryFile() as context:
-                await anyio.to_thread.run_sync(pack_image, folder, context)
-                await self.build_image(name, context, timeout_s)
-
-    async def has_image(self, name: str) -> bool:
-        """Return whether the engine has an image, and note that it is wanted.
-
-        Raises:
-            SandboxUnavailable: the engine failed.
-        """
-        with _engine_errors():
-            return await mark_used(self.engine.docker, name)
-
-    async def build_image(self, name: str, context: IO[bytes], timeout_s: float) -> None:
-        """Build an image from a tar whose contents it is named by. Raises as `ensure_image`."""
+    async def ensure_image(
+        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
+    ) -> None:
+        """Build an image, unless the engine has it, of a tar that `fill` writes into a file."""
         docker = self.engine.docker
-        if name != await anyio.to_thread.run_sync(image_name, context):
-            raise SandboxUnavailable(f"the folder of {name} is not what it was")
         async with self._building:  # no deadline: each build has one
-            with _engine_errors():
-                if not await has_image(docker, name):
+            try:
+                if await has_image(docker, name):
+                    await mark_used(docker, name)
+                    return
+                with TemporaryFile() as context:
+                    await fill(context)
+                    if name != await anyio.to_thread.run_sync(name_image, context):
+                        raise SandboxUnavailable(f"the folder of {name} is not what it was")
                     context.seek(0)
                     await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
-                    await bound_images(docker, self._settings.built_images_gib * (1 << 30))
-        self.images.add(name)
+                await bound_images(docker, self._settings.built_images_gib * (1 << 30))
+            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
     async def take(self, spec: ComputerSpec) -> ComputerMachine:
-        spec = replace(spec, image=spec.image or self.engine.image)
-        self.num_computers += 1
-        try:
-            machine = await self._wait_to_take(spec)
-        except BaseException:
-            self.num_computers -= 1
-            raise
-        self.images.add(spec.image)
-        return machine
+        """Return a machine that is ready; `give_back` must follow.
 
-    async def _wait_to_take(self, spec: ComputerSpec) -> ComputerMachine:
+        Raises:
+            Overloaded: as many are in use as may be, for too long.
+            ProgramUnsupported, SandboxUnavailable: as `keep_warm`.
+        """
         with anyio.move_on_after(self._settings.max_wait_s) as wait:
             await self._room.acquire()
         if wait.cancelled_caught:
@@ -162,13 +155,13 @@ class Fleet:
                 f"{self._settings.max_wait_s:g} s: allow more (max_sessions)"
             )
         try:
-            return await self._take(spec)
+            return await self._take(replace(spec, image=spec.image or self.engine.image))
         except BaseException:
             self._room.release()
             raise
 
     def give_back(self, machine: ComputerMachine) -> None:
-        self.num_computers -= 1
+        """End a machine; its container is removed meanwhile."""
         machine.channel.lose("it was closed")
         self._room.release()
 
@@ -205,7 +198,7 @@ class Fleet:
     async def _inspect(self, image: str) -> Mapping[str, Any]:
         """Return an image's configuration, after pulling it if the engine lacks it."""
         docker = self.engine.docker
-        with _engine_errors():
+        try:
             with suppress(ProgramUnsupported):
                 return await inspect_image(docker, image)
             log.info("pulling the image %s", image)
@@ -218,6 +211,8 @@ class Fleet:
                     f"the engine has no image {image!r} and cannot pull it: {reason}"
                 ) from error
             return await inspect_image(docker, image)
+        except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+            raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
     def _forget_unused(self) -> None:
         """Keep nothing ready of what has not been used for long, or is one of too many."""
@@ -321,15 +316,6 @@ class Fleet:
                 f"{machine.spec.limits.disk_mib} (disk_mib)",
                 by_program=True,
             )
-
-
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    """Raise an engine's errors as SandboxUnavailable."""
-    try:
-        yield
-    except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-        raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
 
 def _free_bytes(root: str) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO
 
 import aiodocker
@@ -57,39 +56,23 @@ def next_to_remove(
     return min(unused, key=lambda image: image.used_at, default=None)
 
 
-def pack_image(folder: Path, context: IO[bytes]) -> None:
-    """Write a folder with a Dockerfile as a tar; the same contents make the same."""
-    pack_folder(folder, context, keeps_times=False)
-
-
-def name_of_folder(folder: Path) -> str:
-    """Return the name of the image that is built of a folder."""
-    with TemporaryFile() as context:
-        pack_image(folder, context)
-        return image_name(context)
-
-
-def image_name(context: IO[bytes]) -> str:
-    """Return the name of the image that is built of a tar."""
+def name_image(context: IO[bytes]) -> str:
+    """Return the name of the image that is built of a tar; the same contents have the same."""
     context.seek(0)
-    return f"{IMAGE_NAME}:{hashlib.file_digest(context, 'sha256').hexdigest()[:12]}"  # type: ignore[arg-type]
+    return f"{IMAGE_NAME}:{hashlib.file_digest(context, 'sha256').hexdigest()[:12]}"
 
 
-async def mark_used(docker: aiodocker.Docker, name: str) -> bool:
-    """Note that an image is wanted; return whether there is one.
+def pack_image(folder: Path, context: IO[bytes]) -> str:
+    """Write a folder with a Dockerfile as a tar, and return the image's name."""
+    pack_folder(folder, context, keeps_times=False)
+    return name_image(context)
 
-    Raises:
-        aiodocker.DockerError, aiohttp.ClientError, OSError: the engine failed.
-    """
+
+async def mark_used(docker: aiodocker.Docker, name: str) -> None:
+    """Note that an image is wanted. Raises aiodocker.DockerError, aiohttp.ClientError, OSError."""
     repository, _, tag = name.partition(":")
-    try:
-        with anyio.fail_after(ENGINE_TIMEOUT_S):
-            await docker.images.tag(name, repository, tag=tag)
-    except aiodocker.DockerError as error:
-        if error.status != 404:
-            raise
-        return False
-    return True
+    with anyio.fail_after(ENGINE_TIMEOUT_S):
+        await docker.images.tag(name, repository, tag=tag)
 
 
 async def bound_images(docker: aiodocker.Docker, max_bytes: float) -> None:

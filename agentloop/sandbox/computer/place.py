@@ -1,57 +1,16 @@
-"""A place where computers run: this machine's engine (fleet.py), or a host (remote.py)."""
+"""Where computers run: on this machine's engine (fleet.py), or on hosts (remote.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
-from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.fleet import Fleet
+from agentloop.sandbox.computer.remote import HostPlace
 
 IMAGE_COMPUTERS = 4  # a place without an image is as good as one with so many computers more
 
-
-class ComputerPlace(Protocol):
-    """Starts and ends computers.
-
-    Attributes:
-        folder: a directory of this machine, which is removed at the end.
-        images: those that computers have been started of, or that were built; "", its own.
-        max_computers: how many may be open.
-    """
-
-    folder: Path
-    images: set[str]
-
-    @property
-    def max_computers(self) -> int: ...
-
-    @property
-    def num_computers(self) -> int:
-        """How many are open, or wanted."""
-        ...
-
-    async def take(self, spec: ComputerSpec) -> ComputerMachine:
-        """Return a machine that is ready; `give_back` must follow.
-
-        Raises:
-            Overloaded: as many are in use as may be, for too long.
-            ProgramUnsupported: the image is not there and can't be pulled.
-            SandboxUnavailable: it did not start, or the place is gone.
-        """
-        ...
-
-    def give_back(self, machine: ComputerMachine) -> None:
-        """End a machine; its container is removed meanwhile."""
-        ...
-
-    async def ensure_image(self, name: str, folder: Path, timeout_s: float) -> None:
-        """Build an image from a folder with a Dockerfile, unless it is there.
-
-        Raises:
-            SandboxUnavailable: a step of it failed, or the place did.
-        """
-        ...
+ComputerPlace: TypeAlias = Fleet | HostPlace
 
 
 def in_order(places: Iterable[ComputerPlace], image: str) -> list[ComputerPlace]:

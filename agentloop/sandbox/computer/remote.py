@@ -1,69 +1,70 @@
 """Computers on a `sandbox.serve` host, over WebSockets (host.py has the other end).
 
-    /v1/computer/take {image, network, limits}
-        -> {key, name, image, config}, then the frames of guest.py both ways, and at last
-           {why, by_program}. It ends with the connection.
-    /v1/computer/port {key, port}
-        -> {}, then bytes both ways; an empty message is the end of a direction
-    /v1/computer/changes {key}
-        -> {changes}
-    /v1/computer/build {name, timeout_s}
-        -> {missing}. If so, a tar follows; its pieces are answered with {}, and an empty one behind
-           them when the image is built.
-
-Objects are JSON, in text messages; {error, message} instead is a refusal.
+/v1/computer/take {image, network, limits}
+    -> {key, name, image, config}, then the frames of guest.py both ways, and at last
+       {why, by_program}. It ends with the connection.
+/v1/computer/port {key, port}
+    -> {}, then bytes both ways; an empty message is the end of a direction
+/v1/computer/changes {key}
+    -> {changes}
+/v1/computer/build {name, timeout_s}
+    -> {} if there is such an image, or {missing}: then a tar follows, whose pieces are answered
+       with {}, and an empty one behind them when it is built
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import AsyncIterator
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, cast
+from typing import IO, TypeAlias, cast
 
 import aiohttp
 import anyio
-import anyio.abc
 import orjson
 from aiohttp import WSMsgType, web
-from anyio.abc import TaskGroup
+from anyio.abc import ByteStream, TaskGroup, TaskStatus, UNIXSocketStream
 
 from agentloop.sandbox.computer.changes import Change
 from agentloop.sandbox.computer.channel import ComputerChannel
-from agentloop.sandbox.computer.images import pack_image
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.proxy import relay
 from agentloop.sandbox.errors import (
     Overloaded,
     ProgramUnsupported,
     SandboxError,
     SandboxUnavailable,
 )
-from agentloop.sandbox.owner import make_dir, remove_tree
-from agentloop.sandbox.protocol import MAX_FRAME_BYTES, JsonObject
-from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MESSAGE_BYTES, HostBackend, Outbox
+from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MESSAGE_BYTES, HostBackend
 
 PATH = "/v1/computer"
 REFUSALS = {error.__name__: error for error in (Overloaded, ProgramUnsupported)}
 
-Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
+WebSocket: TypeAlias = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
-class SocketBytes(anyio.abc.ByteStream):
-    """The binary messages of a WebSocket as a stream of bytes."""
+class SocketBytes(ByteStream):
+    """The binary messages of a WebSocket as a stream.
 
-    def __init__(self, socket: Socket, stack: AsyncExitStack | None = None) -> None:
-        """
-        Args:
-            stack: what is closed with it.
-        """
-        self._socket = socket
-        self._stack = stack or AsyncExitStack()
+    Attributes:
+        end: the text message that ended it.
+    """
+
+    def __init__(self, socket: WebSocket, stack: AsyncExitStack | None = None) -> None:
+        self.end: JsonObject = {}
+        self._socket, self._stack = socket, stack or AsyncExitStack()
 
     async def receive(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         message = await self._socket.receive()  # no deadline: until the other end leaves
+        if message.type is WSMsgType.TEXT:
+            self.end = orjson.loads(message.data)
         if message.type is not WSMsgType.BINARY:
             raise anyio.BrokenResourceError
         if not message.data:
@@ -71,10 +72,7 @@ class SocketBytes(anyio.abc.ByteStream):
         return cast(bytes, message.data)
 
     async def send(self, item: bytes) -> None:
-        try:
-            await self._socket.send_bytes(item)
-        except (aiohttp.ClientError, RuntimeError) as error:  # it is closing
-            raise anyio.BrokenResourceError from error
+        await self._socket.send_bytes(item)
 
     async def send_eof(self) -> None:
         await self.send(b"")
@@ -83,18 +81,14 @@ class SocketBytes(anyio.abc.ByteStream):
         await self._stack.aclose()
 
 
-class _Transport:
-    """Writes a channel's frames to a WebSocket."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self.write = outbox.put
-
-    def abort(self) -> None:
-        pass  # whoever waits for the channel's loss closes it
+async def carry(near: SocketBytes, frames: socket.socket) -> None:
+    """Carry frames both ways until either end is gone."""
+    async with await UNIXSocketStream.from_socket(frames) as far:
+        await relay(near, far, near, one_answer=True, idle_s=math.inf)
 
 
 class HostPlace:
-    """Computers on a host. Its end, or that of a connection, ends those that it had."""
+    """Computers on a host."""
 
     def __init__(self, host: HostBackend, folder: Path, group: TaskGroup) -> None:
         self.folder = folder
@@ -103,13 +97,31 @@ class HostPlace:
         self._num_own = 0
 
     @property
+    def is_connected(self) -> bool:
+        return self._host.link is not None and not self._host.link.lost.is_set()
+
+    @property
     def max_computers(self) -> int:
         return self._host.link.hello["sessions"] if self._host.link else 0
 
     @property
     def num_computers(self) -> int:
-        # The host tells of its own ones late, and of others' at all.
+        # The host is late to tell of our own, and alone knows others'.
         return max(self._num_own, self._host.link.num_computers if self._host.link else 0)
+
+    async def ensure_image(
+        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
+    ) -> None:
+        async with self._asking("build", name=name, timeout_s=timeout_s) as (socket, reply):
+            if "missing" in reply:
+                with TemporaryFile() as context:
+                    await fill(context)
+                    context.seek(0)
+                    data = b"-"
+                    while data:
+                        data = context.read(MAX_MESSAGE_BYTES)
+                        await socket.send_bytes(data)
+                        await self._answer(socket)
 
     async def take(self, spec: ComputerSpec) -> ComputerMachine:
         self._num_own += 1
@@ -118,97 +130,59 @@ class HostPlace:
         except BaseException:
             self._num_own -= 1
             raise
-        self.images |= {spec.image, machine.spec.image}
         return machine
 
     def give_back(self, machine: ComputerMachine) -> None:
         self._num_own -= 1
         machine.channel.lose("it was closed")
 
-    async def ensure_image(self, name: str, folder: Path, timeout_s: float) -> None:
-        async with self._connect("build") as socket:
-            reply = await self._ask(socket, {"name": name, "timeout_s": timeout_s})
-            if reply["missing"]:
-                with TemporaryFile() as context:
-                    await anyio.to_thread.run_sync(pack_image, folder, context)
-                    data = b"-"
-                    while data:
-                        data = await anyio.to_thread.run_sync(context.read, MAX_MESSAGE_BYTES)
-                        await self._ask(socket, data)
-        self.images.add(name)
-
-    async def _live(
-        self, spec: ComputerSpec, *, task_status: anyio.abc.TaskStatus[ComputerMachine]
-    ) -> None:
+    async def _live(self, spec: ComputerSpec, *, task_status: TaskStatus[ComputerMachine]) -> None:
         """Hold a computer until its channel is lost."""
-        channel, outbox = ComputerChannel(), Outbox()
-        channel.connection_made(cast(Any, _Transport(outbox)))
+        channel = ComputerChannel()
         try:
-            async with self._connect("take") as socket:
-                reply = await self._ask(socket, dataclasses.asdict(spec))
+            async with self._asking("take", **asdict(spec)) as (socket, reply):
+                inner, outer = _pair()
+                loop = asyncio.get_running_loop()
+                await loop.connect_accepted_socket(lambda: channel, inner)
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(outbox.send_all, socket)
-                    tasks.start_soon(self._read, socket, channel)
-                    machine = ComputerMachine(
-                        dataclasses.replace(spec, image=reply["image"]),
-                        channel,
-                        tasks,
-                        reply["name"],
-                        reply["config"],
-                        partial(self._connect_port, reply["key"]),
-                        partial(self._list_changes, reply["key"]),
-                    )
-                    task_status.started(machine)
+                    key, spec = reply["key"], replace(spec, image=reply["image"])
+                    about = spec, channel, tasks, reply["name"], reply["config"]
+                    reach = partial(self._connect_port, key), partial(self._list_changes, key)
+                    task_status.started(ComputerMachine(*about, *reach))
+                    near = SocketBytes(socket)
                     try:
-                        await channel.lost.wait()  # no deadline: as long as it is used
+                        await carry(near, outer)
                     finally:
-                        channel.lose("the pool was closed")
+                        why = f"the connection to the host {self._host.url} ended"
+                        channel.lose(**{"why": why, **near.end})
                         tasks.cancel_scope.cancel()
         except SandboxError:
             if not channel.lost.is_set():
                 raise
 
-    async def _read(self, socket: Socket, channel: ComputerChannel) -> None:
-        why, by_program = f"the connection to the host {self._host.url} ended", False
-        try:
-            # no deadline: until the host leaves, which the heartbeat detects
-            async for message in socket:
-                if message.type is WSMsgType.TEXT:
-                    end = orjson.loads(message.data)
-                    why, by_program = end["why"], end["by_program"]
-                else:
-                    channel.data_received(message.data)
-        except (ValueError, LookupError, TypeError) as error:
-            why = f"the host {self._host.url} has sent what is no frame: {error!r}"
-        channel.lose(why, by_program=by_program)
-
-    async def _connect_port(self, key: str, port: int) -> SocketBytes:
+    async def _connect_port(self, key: str, port: int) -> ByteStream:
         try:
             async with AsyncExitStack() as stack:
-                socket = await stack.enter_async_context(self._connect("port", None))
-                await self._ask(socket, {"key": key, "port": port})
+                asking = self._asking("port", None, key=key, port=port)
+                socket, _ = await stack.enter_async_context(asking)
                 return SocketBytes(socket, stack.pop_all())
         except SandboxError as error:
             raise OSError(5, str(error)) from error
 
     async def _list_changes(self, key: str) -> list[Change]:
-        async with self._connect("changes") as socket:
-            reply = await self._ask(socket, {"key": key})
+        async with self._asking("changes", key=key) as (_, reply):
             return [(path, kind) for path, kind in reply["changes"]]
 
     @asynccontextmanager
-    async def _connect(
-        self, op: str, heartbeat_s: float | None = HEARTBEAT_S
-    ) -> AsyncIterator[Socket]:
-        async with self._host.connect(f"{PATH}/{op}", heartbeat_s, MAX_FRAME_BYTES) as socket:
-            yield socket
+    async def _asking(
+        self, op: str, heartbeat_s: float | None = HEARTBEAT_S, **request: object
+    ) -> AsyncIterator[tuple[WebSocket, JsonObject]]:
+        """Open a connection with a request; yield it, and the answer. Raises SandboxError."""
+        async with self._host.connect(f"{PATH}/{op}", heartbeat_s) as socket:
+            await socket.send_json(request)
+            yield socket, await self._answer(socket)
 
-    async def _ask(self, socket: Socket, request: JsonObject | bytes) -> JsonObject:
-        """Return the answer to a message. Raises SandboxError."""
-        if isinstance(request, bytes):
-            await socket.send_bytes(request)
-        else:
-            await socket.send_str(orjson.dumps(request).decode())
+    async def _answer(self, socket: WebSocket) -> JsonObject:
         # no deadline: the host has one for whatever it does, and the heartbeat detects its loss
         message = await socket.receive()
         where = f"the host {self._host.url}"
@@ -220,15 +194,8 @@ class HostPlace:
         return reply
 
 
-@asynccontextmanager
-async def open_host_place(host: HostBackend) -> AsyncIterator[HostPlace]:
-    """Use a host for computers; the end ends those that are open."""
-    folder = make_dir()
-    try:
-        async with anyio.create_task_group() as group:
-            try:
-                yield HostPlace(host, folder, group)
-            finally:
-                group.cancel_scope.cancel()
-    finally:
-        remove_tree(folder)
+def _pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+    return pair
