@@ -20,9 +20,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Self
 
 import anyio
@@ -33,9 +31,8 @@ from agentloop.sandbox.calls import NOT_OPEN, Calls
 from agentloop.sandbox.computer import Computer, ComputerLimits, Snapshot
 from agentloop.sandbox.computer.computer import open_computer
 from agentloop.sandbox.computer.fleet import Fleet, open_fleet
-from agentloop.sandbox.computer.images import pack_image
-from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
-from agentloop.sandbox.computer.place import ComputerPlace, in_order
+from agentloop.sandbox.computer.machine import ComputerSpec
+from agentloop.sandbox.computer.place import ComputerPlaces
 from agentloop.sandbox.computer.remote import HostPlace
 from agentloop.sandbox.container import ContainerEngine, DockerBackend, docker_backend
 from agentloop.sandbox.errors import (
@@ -106,8 +103,7 @@ class Pool:
         self._languages: dict[str, bool] = {}  # whether calls can be in them
         self._fleet: Fleet | None = None
         self._fleet_lock = anyio.Lock()
-        self._hosts: list[HostPlace] = []
-        self._built: dict[str, tuple[Path, float]] = {}  # folders of images
+        self._places = ComputerPlaces(self.open_fleet)
         self._stack = AsyncExitStack()
 
     # -- life -------------------------------------------------------------------------------
@@ -116,14 +112,12 @@ class Pool:
         async with AsyncExitStack() as stack:
             backends = await self._choose_backends(stack)
             self._backends = backends
-            stack.callback(remove_tree, folder := make_dir())
             self._group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self._group.cancel_scope.cancel)
-            self._hosts = [
-                HostPlace(backend, folder, self._group)
-                for backend in backends
-                if isinstance(backend, HostBackend)
-            ]
+            for backend in backends:
+                if isinstance(backend, HostBackend):
+                    stack.callback(remove_tree, folder := make_dir())
+                    self._places.hosts.append(HostPlace(backend, folder, self._group))
             async with anyio.create_task_group() as starting:
                 for backend in backends:
                     starting.start_soon(self._group.start, self._keep, backend)
@@ -441,7 +435,7 @@ class Pool:
         spec = ComputerSpec(image, network, limits or ComputerLimits())
         if snapshot is not None:
             spec = snapshot.spec
-        place, machine = await self._take_machine(spec)
+        place, machine = await self._places.take(spec)
         async with open_computer(place, machine, user, workdir, env or {}, snapshot) as box:
             for path, content in (files or {}).items():
                 if isinstance(content, Path):
@@ -478,39 +472,7 @@ class Pool:
             SandboxUnavailable: a step of it failed, or the engine did.
             OSError: the folder cannot be read.
         """
-        with TemporaryFile() as context:
-            name = await anyio.to_thread.run_sync(pack_image, folder, context)
-        self._built[name] = folder, timeout_s
-        await self._ensure_image((await self._open_places(name))[0], name)
-        return name
-
-    async def _ensure_image(self, place: ComputerPlace, name: str) -> None:
-        if name in self._built:
-            folder, timeout_s = self._built[name]
-            pack = partial(anyio.to_thread.run_sync, pack_image, folder)
-            await place.ensure_image(name, pack, timeout_s)
-        place.images.add(name)
-
-    async def _take_machine(self, spec: ComputerSpec) -> tuple[ComputerPlace, ComputerMachine]:
-        """Take a machine at the best place, or at the next one if that fails."""
-        failure: SandboxError | None = None
-        for place in await self._open_places(spec.image):
-            try:
-                await self._ensure_image(place, spec.image)
-                return place, await place.take(spec)
-            except (SandboxUnavailable, ProgramUnsupported) as error:
-                failure = error
-        assert failure is not None
-        raise failure
-
-    async def _open_places(self, image: str) -> list[ComputerPlace]:
-        """Return the places of computers, the best one first; at least one."""
-        places: list[ComputerPlace] = [host for host in self._hosts if host.is_connected]
-        if not self._hosts or self.has_containers:
-            places.append(await self.open_fleet())
-        if not places:
-            raise SandboxUnavailable("no host is connected")
-        return in_order(places, image)
+        return await self._places.build_image(folder, timeout_s)
 
     async def open_fleet(self) -> Fleet:
         """Return the computers of this machine, also for a pool elsewhere (computer/host.py).

@@ -166,15 +166,19 @@ class SandboxService:
     async def link(self, request: web.Request) -> web.StreamResponse:
         hold = partial(self._limits.held.hold, id(request))
         with self._limits.link(request):
-            socket = _web_socket(HEARTBEAT_S)
+            socket = web.WebSocketResponse(
+                heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
+            )
             await socket.prepare(request)
             await LinkedClient(self._pool, hold).serve(socket)
         return socket
 
     async def computer(self, request: web.Request) -> web.StreamResponse:
         op = request.match_info["op"]
-        # What a port leads to may be slow to read.
-        socket = _web_socket(None if op == "port" else HEARTBEAT_S)
+        heartbeat_s = None if op == "port" else HEARTBEAT_S  # a port may be slow to read
+        socket = web.WebSocketResponse(
+            heartbeat=heartbeat_s, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
+        )
         await socket.prepare(request)
         await self._computers.serve(op, socket)
         return socket
@@ -288,12 +292,6 @@ class SandboxService:
             return await handler(request)
         finally:
             self._connections.end(transport, time.monotonic())
-
-
-def _web_socket(heartbeat_s: float | None) -> web.WebSocketResponse:
-    return web.WebSocketResponse(
-        heartbeat=heartbeat_s, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
-    )
 
 
 def _no_session() -> RequestRefused:

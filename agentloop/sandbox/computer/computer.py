@@ -350,7 +350,7 @@ class Computer:
         machine.channel.check()
 
         async def handle(near: SocketStream) -> None:
-            async with await machine.connect(port) as far:
+            async with machine.connect(port) as far:
                 await relay(near, far, near)
 
         with socket.create_server(("127.0.0.1", 0)) as outer:

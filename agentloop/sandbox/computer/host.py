@@ -52,7 +52,7 @@ class ComputerHost:
             case "take":
                 await self._take(socket, _SPEC.validate_python(request))
             case "port":
-                async with await self._machines[request["key"]].connect(request["port"]) as far:
+                async with self._machines[request["key"]].connect(request["port"]) as far:
                     await socket.send_json({})
                     near = SocketBytes(socket)
                     await relay(near, far, near)

@@ -22,7 +22,7 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -138,7 +138,7 @@ class ComputerMachine:
     Attributes:
         tasks: the tasks that end with it.
         config: the image's configuration.
-        connect: connects to a port of its loopback. Raises OSError.
+        connect: connects to a port of its loopback. Raises OSError, SandboxError.
         list_changes: returns what differs from the image's files (changes.py).
     """
 
@@ -147,7 +147,7 @@ class ComputerMachine:
     tasks: TaskGroup
     name: str
     config: Mapping[str, Any]
-    connect: Callable[[int], Awaitable[ByteStream]]
+    connect: Callable[[int], AbstractAsyncContextManager[ByteStream]]
     list_changes: Callable[[], Awaitable[list[Change]]]
 
 

@@ -30,6 +30,7 @@ from agentloop.sandbox.computer.egress import (
     parse_request,
     read_address,
 )
+from agentloop.sandbox.errors import SandboxError
 
 PORT = 3128  # inside
 MAX_CONNECTIONS = 32
@@ -39,7 +40,10 @@ IDLE_S = 300.0  # without a byte in either direction
 SOCKET_TIMEOUT_S, ACCEPT_PAUSE_S = 10.0, 0.2
 MAX_HEAD_BYTES, END_OF_HEAD = 32 << 10, b"\r\n\r\n"
 HANDSHAKE = b"\x16"  # the first byte of TLS
-ENDED = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+ENDED = (
+    *(OSError, SandboxError),
+    *(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError),
+)
 
 ENVIRONMENT = [
     f"{name}={value}"
@@ -72,16 +76,19 @@ class GuestSockets:
         made.setblocking(False)
         return made
 
-    async def connect(self, port: int) -> SocketStream:
+    @asynccontextmanager
+    async def connect(self, port: int) -> AsyncIterator[SocketStream]:
         """Connect to a port of the computer's loopback. Raises OSError."""
         made = await self._make()
         try:
             with anyio.fail_after(SOCKET_TIMEOUT_S):
                 await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
-            return await SocketStream.from_socket(made)
+            stream = await SocketStream.from_socket(made)
         except BaseException:
             made.close()
             raise
+        async with stream:
+            yield stream
 
     async def listen(self, port: int) -> SocketListener:
         """Listen on a port of the computer's loopback. Raises OSError."""

@@ -1,27 +1,26 @@
 """Computers on a `sandbox.serve` host, over WebSockets (host.py has the other end).
 
-/v1/computer/take {image, network, limits}
-    -> {key, name, image, config}, then the frames of guest.py both ways, and at last
-       {why, by_program}. It ends with the connection.
-/v1/computer/port {key, port}
-    -> {}, then bytes both ways; an empty message is the end of a direction
-/v1/computer/changes {key}
-    -> {changes}
-/v1/computer/build {name, timeout_s}
-    -> {} if there is such an image, or {missing}: then a tar follows, whose pieces are answered
-       with {}, and an empty one behind them when it is built
+What follows /v1/computer/, its request, and what the host answers:
+
+    take {image, network, limits}  {key, name, image, config}, the frames of guest.py both ways,
+                                   {why, by_program}. The computer ends with the connection
+    port {key, port}               {}, then bytes both ways; an empty message ends a direction
+    changes {key}                  {changes}
+    build {name, timeout_s}        {}, or {missing}: pieces of a tar are each answered with {}, and
+                                   an empty one behind them when the image is built
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from socket import socket as Socket
+from socket import socketpair
 from tempfile import TemporaryFile
 from typing import IO, TypeAlias, cast
 
@@ -51,15 +50,11 @@ WebSocket: TypeAlias = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
 class SocketBytes(ByteStream):
-    """The binary messages of a WebSocket as a stream.
+    """The binary messages of a WebSocket as a stream; `end` is the text message that ended it."""
 
-    Attributes:
-        end: the text message that ended it.
-    """
-
-    def __init__(self, socket: WebSocket, stack: AsyncExitStack | None = None) -> None:
+    def __init__(self, socket: WebSocket) -> None:
         self.end: JsonObject = {}
-        self._socket, self._stack = socket, stack or AsyncExitStack()
+        self._socket = socket
 
     async def receive(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         message = await self._socket.receive()  # no deadline: until the other end leaves
@@ -78,10 +73,10 @@ class SocketBytes(ByteStream):
         await self.send(b"")
 
     async def aclose(self) -> None:
-        await self._stack.aclose()
+        pass  # whoever has opened the WebSocket closes it
 
 
-async def carry(near: SocketBytes, frames: socket.socket) -> None:
+async def carry(near: SocketBytes, frames: Socket) -> None:
     """Carry frames both ways until either end is gone."""
     async with await UNIXSocketStream.from_socket(frames) as far:
         await relay(near, far, near, one_answer=True, idle_s=math.inf)
@@ -97,12 +92,10 @@ class HostPlace:
         self._num_own = 0
 
     @property
-    def is_connected(self) -> bool:
-        return self._host.link is not None and not self._host.link.lost.is_set()
-
-    @property
     def max_computers(self) -> int:
-        return self._host.link.hello["sessions"] if self._host.link else 0
+        """How many there may be; 0 while the host is not connected."""
+        link = self._host.link
+        return link.hello["sessions"] if link and not link.lost.is_set() else 0
 
     @property
     def num_computers(self) -> int:
@@ -141,7 +134,9 @@ class HostPlace:
         channel = ComputerChannel()
         try:
             async with self._asking("take", **asdict(spec)) as (socket, reply):
-                inner, outer = _pair()
+                inner, outer = socketpair()
+                inner.setblocking(False)
+                outer.setblocking(False)
                 loop = asyncio.get_running_loop()
                 await loop.connect_accepted_socket(lambda: channel, inner)
                 async with anyio.create_task_group() as tasks:
@@ -160,14 +155,10 @@ class HostPlace:
             if not channel.lost.is_set():
                 raise
 
-    async def _connect_port(self, key: str, port: int) -> ByteStream:
-        try:
-            async with AsyncExitStack() as stack:
-                asking = self._asking("port", None, key=key, port=port)
-                socket, _ = await stack.enter_async_context(asking)
-                return SocketBytes(socket, stack.pop_all())
-        except SandboxError as error:
-            raise OSError(5, str(error)) from error
+    @asynccontextmanager
+    async def _connect_port(self, key: str, port: int) -> AsyncIterator[SocketBytes]:
+        async with self._asking("port", None, key=key, port=port) as (socket, _):
+            yield SocketBytes(socket)
 
     async def _list_changes(self, key: str) -> list[Change]:
         async with self._asking("changes", key=key) as (_, reply):
@@ -192,10 +183,3 @@ class HostPlace:
         if "error" in reply:
             raise REFUSALS.get(reply["error"], SandboxUnavailable)(f"{where}: {reply['message']}")
         return reply
-
-
-def _pair() -> tuple[socket.socket, socket.socket]:
-    pair = socket.socketpair()
-    for end in pair:
-        end.setblocking(False)
-    return pair
