@@ -475,11 +475,7 @@ class Pool:
         return await self._places.build_image(folder, timeout_s)
 
     async def open_fleet(self) -> Fleet:
-        """Return the computers of this machine, also for a pool elsewhere (computer/host.py).
-
-        Raises:
-            ProgramUnsupported, SandboxUnavailable: there can be none.
-        """
+        """Return this machine's computers, for computer/host.py. Raises as `build_image`."""
         engine = self._container_engine("a computer")
         async with self._fleet_lock:  # no deadline: the toolbox is made in a second
             if self._fleet is None:

@@ -72,12 +72,13 @@ class ComputerHost:
         try:
             about: JsonObject = {"name": machine.name, "image": machine.spec.image}
             await socket.send_json({"key": key, **about, "config": dict(machine.config)})
-            await carry(SocketBytes(socket), machine.channel.hand_over())
-            machine.channel.connection_lost(None)
-            with anyio.move_on_after(2 * OOM_NOTICE_S):
-                await machine.channel.lost.wait()
-            why, by_program = machine.channel.why, machine.channel.is_by_program
-            await socket.send_json({"why": why, "by_program": by_program})
+            near, channel = SocketBytes(socket, half_closes=False), machine.channel
+            await carry(near, channel.hand_over())
+            if near.end is None:  # the computer has ended, and not the client
+                channel.connection_lost(None)
+                with anyio.move_on_after(2 * OOM_NOTICE_S):
+                    await channel.lost.wait()
+                await socket.send_json({"why": channel.why, "by_program": channel.is_by_program})
         finally:
             del self._machines[key]
             fleet.give_back(machine)

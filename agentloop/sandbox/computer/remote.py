@@ -50,27 +50,31 @@ WebSocket: TypeAlias = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
 class SocketBytes(ByteStream):
-    """The binary messages of a WebSocket as a stream; `end` is the text message that ended it."""
+    """The binary messages of a WebSocket as a stream.
 
-    def __init__(self, socket: WebSocket) -> None:
-        self.end: JsonObject = {}
-        self._socket = socket
+    Attributes:
+        end: what the text message had that ended it; None as long as the other end is there.
+    """
+
+    def __init__(self, socket: WebSocket, *, half_closes: bool = True) -> None:
+        self.end: JsonObject | None = None
+        self._socket, self._half_closes = socket, half_closes
 
     async def receive(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         message = await self._socket.receive()  # no deadline: until the other end leaves
-        if message.type is WSMsgType.TEXT:
-            self.end = orjson.loads(message.data)
-        if message.type is not WSMsgType.BINARY:
-            raise anyio.BrokenResourceError
-        if not message.data:
-            raise anyio.EndOfStream
-        return cast(bytes, message.data)
+        if message.type is WSMsgType.BINARY:
+            if not message.data:
+                raise anyio.EndOfStream
+            return cast(bytes, message.data)
+        self.end = orjson.loads(message.data) if message.type is WSMsgType.TEXT else {}
+        raise anyio.BrokenResourceError
 
     async def send(self, item: bytes) -> None:
         await self._socket.send_bytes(item)
 
     async def send_eof(self) -> None:
-        await self.send(b"")
+        if self._half_closes:
+            await self.send(b"")
 
     async def aclose(self) -> None:
         pass  # whoever has opened the WebSocket closes it
@@ -144,12 +148,12 @@ class HostPlace:
                     about = spec, channel, tasks, reply["name"], reply["config"]
                     reach = partial(self._connect_port, key), partial(self._list_changes, key)
                     task_status.started(ComputerMachine(*about, *reach))
-                    near = SocketBytes(socket)
+                    near = SocketBytes(socket, half_closes=False)
                     try:
                         await carry(near, outer)
                     finally:
                         why = f"the connection to the host {self._host.url} ended"
-                        channel.lose(**{"why": why, **near.end})
+                        channel.lose(**{"why": why, **(near.end or {})})
                         tasks.cancel_scope.cancel()
         except SandboxError:
             if not channel.lost.is_set():
