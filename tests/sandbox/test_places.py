@@ -11,9 +11,8 @@ from agentloop.sandbox.computer.place import in_order
 
 
 def place(num_computers: int, *images: str, max_computers: int = 8) -> Any:
-    return SimpleNamespace(
-        num_computers=num_computers, max_computers=max_computers, images={"", *images}
-    )
+    counts = {"num_computers": num_computers - 1, "num_promised": 1}
+    return SimpleNamespace(**counts, max_computers=max_computers, images={"", *images})
 
 
 @pytest.mark.parametrize(

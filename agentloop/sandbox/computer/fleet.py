@@ -92,7 +92,7 @@ class Fleet:
         """A directory of ours, removed at the end."""
         self.images = {""}
         """Those that computers were started of; "", the engine's own."""
-        self.max_computers = settings.max_sessions
+        self.max_computers, self.num_promised = settings.max_sessions, 0
         self.machines: set[ComputerMachine] = set()
         self._settings = settings
         self._stocks: dict[ComputerSpec, _Stock] = {}

@@ -25,8 +25,9 @@ def in_order(places: Iterable[ComputerPlace], image: str) -> list[ComputerPlace]
     """Return places, the best for a computer first: with room, and the fewest computers."""
 
     def cost(place: ComputerPlace) -> tuple[bool, int]:
-        is_full = place.num_computers >= place.max_computers
-        return is_full, place.num_computers + IMAGE_COMPUTERS * (image not in place.images)
+        num_computers = place.num_computers + place.num_promised
+        is_full = num_computers >= place.max_computers
+        return is_full, num_computers + IMAGE_COMPUTERS * (image not in place.images)
 
     return sorted(places, key=cost)
 
@@ -44,7 +45,11 @@ class ComputerPlaces:
         failure: Exception = SandboxUnavailable("no host is connected")
         for place in await self._in_order(spec.image):
             try:
-                await self._ensure_image(place, spec.image)
+                place.num_promised += 1  # others that choose meanwhile see it
+                try:
+                    await self._ensure_image(place, spec.image)
+                finally:
+                    place.num_promised -= 1
                 return place, await place.take(spec)
             except (SandboxUnavailable, ProgramUnsupported) as error:
                 failure = error

@@ -93,7 +93,7 @@ class HostPlace:
         self.folder = folder
         self.images = {""}
         self._host, self._group = host, group
-        self._num_own = 0
+        self._num_own = self.num_promised = 0
 
     @property
     def max_computers(self) -> int:
