@@ -19,8 +19,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from socket import SHUT_WR, socketpair
 from socket import socket as Socket
-from socket import socketpair
 from tempfile import TemporaryFile
 from typing import IO, TypeAlias, cast
 
@@ -28,7 +28,7 @@ import aiohttp
 import anyio
 import orjson
 from aiohttp import WSMsgType, web
-from anyio.abc import ByteStream, TaskGroup, TaskStatus, UNIXSocketStream
+from anyio.abc import ByteStream, TaskGroup, TaskStatus
 
 from agentloop.sandbox.computer.changes import Change
 from agentloop.sandbox.computer.channel import ComputerChannel
@@ -80,9 +80,30 @@ class SocketBytes(ByteStream):
         pass  # whoever has opened the WebSocket closes it
 
 
+class FrameBytes(ByteStream):
+    """A socket that frames go through. AnyIO's logs an error when it is cancelled at its end."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket, self._loop = socket, asyncio.get_running_loop()
+
+    async def receive(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+        if not (data := await self._loop.sock_recv(self._socket, max_bytes)):
+            raise anyio.EndOfStream
+        return data
+
+    async def send(self, item: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, item)
+
+    async def send_eof(self) -> None:
+        self._socket.shutdown(SHUT_WR)
+
+    async def aclose(self) -> None:
+        self._socket.close()
+
+
 async def carry(near: SocketBytes, frames: Socket) -> None:
     """Carry frames both ways until either end is gone."""
-    async with await UNIXSocketStream.from_socket(frames) as far:
+    async with FrameBytes(frames) as far:
         await relay(near, far, near, one_answer=True, idle_s=math.inf)
 
 
