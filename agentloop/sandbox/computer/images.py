@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 import aiodocker
 import aiohttp
@@ -59,7 +59,8 @@ def next_to_remove(
 def name_image(context: IO[bytes]) -> str:
     """Return the name of the image that is built of a tar; the same contents have the same."""
     context.seek(0)
-    return f"{IMAGE_NAME}:{hashlib.file_digest(context, 'sha256').hexdigest()[:12]}"
+    digest = hashlib.file_digest(cast(Any, context), "sha256")
+    return f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
 
 
 def pack_image(folder: Path, context: IO[bytes]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 import anyio
 
@@ -67,8 +66,11 @@ class ComputerPlaces:
     async def _ensure_image(self, place: ComputerPlace, name: str) -> None:
         if name in self._built:
             folder, timeout_s = self._built[name]
-            pack = partial(anyio.to_thread.run_sync, pack_image, folder)
-            await place.ensure_image(name, pack, timeout_s)
+
+            async def fill(context: IO[bytes]) -> None:
+                await anyio.to_thread.run_sync(pack_image, folder, context)
+
+            await place.ensure_image(name, fill, timeout_s)
         place.images.add(name)
 
     async def _in_order(self, image: str) -> list[ComputerPlace]:
