@@ -118,7 +118,7 @@ class HostPlace:
 
     @property
     def max_computers(self) -> int:
-        """How many there may be; 0 while the host is not connected."""
+        """Number of computers that there may be; 0 while the host is not connected."""
         link = self._host.link
         return link.hello["sessions"] if link and not link.lost.is_set() else 0
 
