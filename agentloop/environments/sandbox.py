@@ -94,7 +94,7 @@ class EnvironmentSandbox:
 
         Raises:
             InfrastructureFailed: the sandbox failed, or the computer was lost meanwhile.
-            ProgramUnsupported: there is no engine on this machine, or it lacks the image.
+            ProgramUnsupported: there is no engine, here or on a host, or it lacks the image.
         """
         try:
             async with self._pool.computer(

@@ -100,13 +100,13 @@ class LinkedClient:
         )
 
     async def _send_load(self) -> None:
-        last_sent = 0
+        last_sent = 0, 0
         while True:
             stats = self._pool.stats()
             num_others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
-            if num_others != last_sent:
-                self._send(op="load", others=num_others)
-                last_sent = num_others
+            if (load := (num_others, stats["computers"])) != last_sent:
+                self._send(op="load", others=num_others, computers=stats["computers"])
+                last_sent = load
             self._count()  # what the client has read is free again
             await anyio.sleep(LOAD_EVERY_S)
 

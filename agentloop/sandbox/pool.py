@@ -29,9 +29,11 @@ from anyio.abc import TaskGroup
 from agentloop.sandbox.backend import Backend
 from agentloop.sandbox.calls import NOT_OPEN, Calls
 from agentloop.sandbox.computer import Computer, ComputerLimits, Snapshot
-from agentloop.sandbox.computer.computer import open_computer
+from agentloop.sandbox.computer.computer import checked_env, open_computer
 from agentloop.sandbox.computer.fleet import Fleet, open_fleet
 from agentloop.sandbox.computer.machine import ComputerSpec
+from agentloop.sandbox.computer.place import ComputerPlaces
+from agentloop.sandbox.computer.remote import HostPlace
 from agentloop.sandbox.container import ContainerEngine, DockerBackend, docker_backend
 from agentloop.sandbox.errors import (
     NoEngine,
@@ -50,6 +52,7 @@ from agentloop.sandbox.languages import (
     second_call,
 )
 from agentloop.sandbox.link import next_id
+from agentloop.sandbox.owner import make_dir, remove_tree
 from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
@@ -100,6 +103,7 @@ class Pool:
         self._languages: dict[str, bool] = {}  # whether calls can be in them
         self._fleet: Fleet | None = None
         self._fleet_lock = anyio.Lock()
+        self._places = ComputerPlaces(self.open_fleet)
         self._stack = AsyncExitStack()
 
     # -- life -------------------------------------------------------------------------------
@@ -110,6 +114,10 @@ class Pool:
             self._backends = backends
             self._group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self._group.cancel_scope.cancel)
+            for backend in backends:
+                if isinstance(backend, HostBackend):
+                    stack.callback(remove_tree, folder := make_dir())
+                    self._places.hosts.append(HostPlace(backend, folder, self._group))
             async with anyio.create_task_group() as starting:
                 for backend in backends:
                     starting.start_soon(self._group.start, self._keep, backend)
@@ -402,11 +410,12 @@ class Pool:
     ) -> AsyncIterator[Computer]:
         """Open a computer: a root file system of its own, shells that keep their state, files.
 
-        Leaving the context ends it with all that runs in it. It takes no slot of the pool.
+        Leaving the context ends it with all that runs in it. It takes no slot of the pool. With
+        hosts, it is on the one with the fewest computers, or that has the image.
 
         Args:
-            image: an image that the engine has; by default the pool's own. It needs a shell, and
-                nothing of ours.
+            image: an image that the engine has, or can pull; by default the pool's own. It needs a
+                shell, and nothing of ours.
             files: what it begins with: bytes of a file, or a folder of this machine, by path.
             network: "none" has loopback alone, "allow:HOST[:PORT],..." these hosts through a proxy;
                 or the name of a network of the engine, unrestricted.
@@ -418,16 +427,17 @@ class Pool:
                 `network` and `limits` are those of the snapshot.
 
         Raises:
-            ProgramUnsupported: there is no engine on this machine, or it lacks the image.
-            SandboxUnavailable: the engine failed.
+            ProgramUnsupported: there is no engine, here or on a host, or it lacks the image.
+            SandboxUnavailable: the engine failed, or no host is connected.
             Overloaded: `max_sessions` are open, and none was closed in time.
             ValueError: the list of hosts, or `env`, has what is none.
         """
-        fleet = await self._open_fleet()
-        spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
+        spec = ComputerSpec(image, network, limits or ComputerLimits())
         if snapshot is not None:
             spec = snapshot.spec
-        async with open_computer(fleet, spec, user, workdir, env or {}, snapshot) as box:
+        env = checked_env(env or {})
+        place, machine = await self._places.take(spec)
+        async with open_computer(place, machine, user, workdir, env, snapshot) as box:
             for path, content in (files or {}).items():
                 if isinstance(content, Path):
                     await box.put(content, path)
@@ -443,13 +453,18 @@ class Pool:
         network: str = "none",
         limits: ComputerLimits | None = None,
     ) -> None:
-        """Keep `num` computers ready from now on, and wait until they are. Raises as `computer`."""
-        fleet = await self._open_fleet()
+        """Keep `num` computers ready here from now on, and wait until they are.
+
+        Raises as `computer`. Hosts keep theirs.
+        """
+        fleet = await self.open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
         await fleet.keep_warm(spec, num)
 
     async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
         """Build an image from a folder with a Dockerfile, if it has not been built yet.
+
+        Further hosts build it when they get a computer of it.
 
         Returns:
             The image's name, which follows from the folder's contents.
@@ -458,10 +473,10 @@ class Pool:
             SandboxUnavailable: a step of it failed, or the engine did.
             OSError: the folder cannot be read.
         """
-        fleet = await self._open_fleet()
-        return await fleet.build_image(folder, timeout_s)
+        return await self._places.build_image(folder, timeout_s)
 
-    async def _open_fleet(self) -> Fleet:
+    async def open_fleet(self) -> Fleet:
+        """Return this machine's computers, for computer/host.py. Raises as `build_image`."""
         engine = self._container_engine("a computer")
         async with self._fleet_lock:  # no deadline: the toolbox is made in a second
             if self._fleet is None:
@@ -507,6 +522,7 @@ class Pool:
             "waiting": self._queue.num_waiting,
             "sessions": sum(w.num_sessions for w in alive),
             "sessions_waiting": self._queue.num_waiting_sessions,
+            "computers": self._fleet.num_computers if self._fleet else 0,
             "lost": self._num_lost,
             "calls": {str(status): count for status, count in self._calls.counts.items() if count},
             "layers": layers[self._backends[-1].name],

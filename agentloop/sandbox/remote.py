@@ -4,24 +4,26 @@ A host uses the frames of a worker (protocol.py) over a WebSocket at `/v1/link`,
 it like a worker: waiting, cancelling, sessions, and a second run elsewhere after a loss. Additional
 frames and fields:
 
-From the host     ready {slots, sessions, grace_s, layers}     load {others}
+From the host     ready {slots, sessions, grace_s, layers}     load {others, computers}
                   done {..., queue_s, worker_id, attempt}
 
 `others` is the number of calls that the host runs for other clients; the pool prefers hosts with
-few. A vanished host is detected by its missing heartbeat within 15 s.
+few. `computers` are all that are there (computer/remote.py). A vanished host is detected by its
+missing heartbeat within 15 s.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
 
 import aiohttp
 import anyio
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Link, Pending, wait_ready
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.protocol import MAX_FRAME_BYTES, JsonObject
 from agentloop.sandbox.results import MEASURED
 from agentloop.sandbox.settings import PoolSettings
 
@@ -66,7 +68,7 @@ class Outbox:
 class HostLink(Link):
     """A link whose other end is a whole pool."""
 
-    num_others = 0
+    num_others = num_computers = 0
 
     async def watch(self) -> None:
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
@@ -81,6 +83,7 @@ class HostLink(Link):
         match message:
             case {"op": "load", "others": int(number)}:
                 self.num_others = number
+                self.num_computers = cast(int, message.get("computers", 0))
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: does it run another version?")
             case _:
@@ -92,6 +95,7 @@ class HostBackend:
 
     Attributes:
         url: the host's URL, which may change; the next connection goes to the new one.
+        link: the latest connection of its worker.
     """
 
     name = "host"
@@ -103,9 +107,18 @@ class HostBackend:
         token = settings.hosts_token
         self._headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token else {}
         self.layers: Mapping[str, str] = {}
+        self.link: HostLink | None = None
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
+        async with self.connect(PATH) as socket, self._open_link(socket, worker_id) as link:
+            yield link
+
+    @asynccontextmanager
+    async def connect(
+        self, path: str, heartbeat_s: float | None = HEARTBEAT_S
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """Open a WebSocket. Raises SandboxUnavailable, also if it fails in the block."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=10)) as http,
@@ -114,16 +127,15 @@ class HostBackend:
                 # The kernel of a host that hangs still accepts connections.
                 with anyio.fail_after(self._start_timeout_s):
                     connecting = http.ws_connect(
-                        self.url + PATH,
+                        self.url + path,
                         headers=self._headers,
-                        heartbeat=HEARTBEAT_S,
-                        max_msg_size=MAX_MSG_SIZE,
+                        heartbeat=heartbeat_s,
+                        max_msg_size=MAX_FRAME_BYTES,
                         compress=0,
                         timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
                     )
                     socket = await stack.enter_async_context(connecting)
-                async with self._open_link(socket, worker_id) as link:
-                    yield link
+                yield socket
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reason = str(error) or "no response in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
@@ -151,6 +163,7 @@ class HostBackend:
             try:
                 await wait_ready(link, self._start_timeout_s)
                 self.layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
+                self.link = link
                 yield link
             except SandboxUnavailable as error:  # the task group would wrap it
                 refused = error

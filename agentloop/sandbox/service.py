@@ -32,6 +32,7 @@ from agentloop.sandbox.api import (
     SessionRequest,
     to_line,
 )
+from agentloop.sandbox.computer.host import ComputerHost
 from agentloop.sandbox.connections import Connections, LimitedProtocol, close_overdue
 from agentloop.sandbox.errors import ProgramUnsupported, SessionLost
 from agentloop.sandbox.host import LinkedClient
@@ -67,6 +68,7 @@ class SandboxService:
             max_connections, settings.io_timeout_s, settings.idle_timeout_s
         )
         self._limits = RequestLimits(settings, max_connections, self._connections)
+        self._computers = ComputerHost(pool)
         # On demand, because it takes half a second.
         self._document = cache(partial(
             document, ROUTES,
@@ -169,6 +171,16 @@ class SandboxService:
             )
             await socket.prepare(request)
             await LinkedClient(self._pool, hold).serve(socket)
+        return socket
+
+    async def computer(self, request: web.Request) -> web.StreamResponse:
+        op = request.match_info["op"]
+        heartbeat_s = None if op == "port" else HEARTBEAT_S  # a port may be slow to read
+        socket = web.WebSocketResponse(
+            heartbeat=heartbeat_s, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
+        )
+        await socket.prepare(request)
+        await self._computers.serve(op, socket)
         return socket
 
     # -- compatible protocols ---------------------------------------------------------------
@@ -314,6 +326,8 @@ ROUTES = [
     Route("GET", "/v1/stats", SandboxService.stats,
           "Count workers, slots, and running and waiting calls", _ANSWER),
     Route("GET", "/v1/link", SandboxService.link, "Connect a pool elsewhere (remote.py)", {}),
+    Route("GET", "/v1/computer/{op}", SandboxService.computer,
+          "Use a computer from elsewhere (computer/remote.py)", {}),
     Route("GET", "/healthz", SandboxService.healthz, "Check the service's health", _HEALTH),
     Route("GET", "/openapi.json", SandboxService.openapi, "Get this document", _ANSWER),
     # Code Judge

@@ -10,7 +10,7 @@ import aiodocker
 import pytest
 
 from agentloop.sandbox import Pool, PoolSettings
-from agentloop.sandbox.computer import fleet, images
+from agentloop.sandbox.computer import images
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.image.build import has_image, image_tag
 
@@ -26,7 +26,6 @@ async def engine(
     docker_engine: None, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[aiodocker.Docker]:
     """The machine's engine, where images of other pools are not ours."""
-    monkeypatch.setattr(fleet, "IMAGE_NAME", NAME)
     monkeypatch.setattr(images, "IMAGE_NAME", NAME)
     monkeypatch.setattr(images, "LEAST_KEPT", timedelta(0))
     async with connect(timeout_s=60) as docker:

@@ -509,7 +509,7 @@ async def test_nothing_is_left_after_close_or_cancel(engine: aiodocker.Docker) -
     async with Pool(SETTINGS) as pool:
         with anyio.move_on_after(LONG_S) as scope:
             async with pool.computer() as box, box.fork() as sibling:
-                folder = box._fleet.folder
+                folder = box._place.folder
                 await sibling.run(
                     "echo; sleep 1000", timeout_s=1000, on_output=lambda *_: scope.cancel()
                 )

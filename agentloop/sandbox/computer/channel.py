@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import cast
 
@@ -55,7 +57,7 @@ class ComputerChannel(asyncio.Protocol):
         self.disconnected = anyio.Event()
         self.lost = anyio.Event()
         self.why = ""
-        self._is_by_program = False
+        self.is_by_program = False
         self._ran_out = anyio.Event()  # of memory
         self._ran_out_at = -math.inf
         self._transport: asyncio.Transport | None = None
@@ -115,7 +117,7 @@ class ComputerChannel(asyncio.Protocol):
         """End the connection, and with it the computer."""
         if self.lost.is_set():
             return
-        self.why, self._is_by_program = why, by_program
+        self.why, self.is_by_program = why, by_program
         self.lost.set()
         self.disconnected.set()
         self.ready_or_lost.set()
@@ -123,6 +125,12 @@ class ComputerChannel(asyncio.Protocol):
             self._transport.abort()
         for request in list(self._requests.values()):
             request.notify()
+
+    def hand_over(self) -> socket.socket:
+        """Return the connection, for one that reads it from now on, up to its end."""
+        assert self._transport is not None
+        self._transport.pause_reading()
+        return socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -146,7 +154,7 @@ class ComputerChannel(asyncio.Protocol):
     def check(self) -> None:
         """Raise ComputerLost or ComputerEnded if the computer is gone."""
         if self.lost.is_set():
-            if self._is_by_program:
+            if self.is_by_program:
                 raise ComputerEnded(5, f"the computer was ended: {self.why}")
             raise ComputerLost(f"the computer was lost: {self.why}")
 

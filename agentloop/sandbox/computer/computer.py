@@ -27,16 +27,16 @@ import anyio
 import orjson
 from anyio.abc import SocketListener, SocketStream
 
-from agentloop.sandbox.computer.changes import ADDED, list_changes
+from agentloop.sandbox.computer.changes import ADDED
 from agentloop.sandbox.computer.channel import FileRequest
 from agentloop.sandbox.computer.command import Command, CommandResult
-from agentloop.sandbox.computer.fleet import Fleet
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
+from agentloop.sandbox.computer.place import ComputerPlace
 from agentloop.sandbox.computer.proxy import relay, serving
 from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
-from agentloop.sandbox.errors import ComputerLost
+from agentloop.sandbox.errors import ComputerLost, SandboxUnavailable
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 
@@ -138,7 +138,7 @@ class Computer:
 
     def __init__(
         self,
-        fleet: Fleet,
+        place: ComputerPlace,
         machine: ComputerMachine,
         user: str | None,
         workdir: str | None,
@@ -148,7 +148,7 @@ class Computer:
         self.user = user or config.get("User") or "root"
         self.workdir = workdir or config.get("WorkingDir") or "/"
         self.env = dict(env)
-        self._fleet, self._machine = fleet, machine
+        self._place, self._machine = place, machine
         self._shell = self.shell()
 
     @property
@@ -179,7 +179,7 @@ class Computer:
         env: Mapping[str, str] | None = None,
     ) -> ComputerShell:
         """Return a further shell, which starts with its first command."""
-        merged = {**self.env, **_checked_env(env or {})}
+        merged = {**self.env, **checked_env(env or {})}
         return ComputerShell(self, user or self.user, workdir or self.workdir, merged)
 
     async def execute(
@@ -208,7 +208,7 @@ class Computer:
             ValueError: the command is no list of a program and its arguments, or `env` none of
                 variables.
         """
-        variables = {**self.env, **_checked_env(env or {})}
+        variables = {**self.env, **checked_env(env or {})}
         if not command or isinstance(command, str) or any("\0" in text for text in command):
             raise ValueError(
                 f"command: {command!r:.100} is no list of a program and its arguments, without NULs"
@@ -358,7 +358,7 @@ class Computer:
         machine.channel.check()
 
         async def handle(near: SocketStream) -> None:
-            async with await machine.sockets.connect(port) as far:
+            async with machine.connect(port) as far:
                 await relay(near, far, near)
 
         with socket.create_server(("127.0.0.1", 0)) as outer:
@@ -391,8 +391,8 @@ class Computer:
     async def _list_changes(self, keep: KeepChange | None) -> bytes:
         try:
             with anyio.fail_after(ENGINE_TIMEOUT_S):
-                found = await list_changes(self._fleet.engine, self._machine.name)
-        except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                found = await self._machine.list_changes()
+        except (aiodocker.DockerError, aiohttp.ClientError, OSError, SandboxUnavailable) as error:
             self._machine.channel.check()
             raise ComputerLost(f"the engine does not tell its files: {what_it_said(error)}") from (
                 error
@@ -410,7 +410,7 @@ class Computer:
         Extended attributes, and files on volumes of the image, are not part of it.
         """
         limit = self._machine.spec.limits.disk_mib << 20
-        path = self._fleet.folder / f"snapshot-{next(_shell_ids)}"
+        path = self._place.folder / f"snapshot-{next(_shell_ids)}"
         try:
             with path.open("wb") as target:
                 async with self._changes() as file:
@@ -422,9 +422,9 @@ class Computer:
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot's files. All processes end, also those of shells."""
-        machine = await self._fleet.take(snapshot.spec)
+        machine = await self._place.take(snapshot.spec)
         old, self._machine = self._machine, machine
-        self._fleet.give_back(old)
+        self._place.give_back(old)
         self._shell = self.shell()
         await self._apply(snapshot)
 
@@ -450,7 +450,8 @@ class Computer:
             ComputerLost, SandboxUnavailable, Overloaded: one of the two failed.
         """
         spec = self._machine.spec
-        async with open_computer(self._fleet, spec, self.user, self.workdir, self.env) as box:
+        machine = await self._place.take(spec)
+        async with open_computer(self._place, machine, self.user, self.workdir, self.env) as box:
             async with self._changes(keep) as source, box._file("apply_changes", "root") as target:
                 num_bytes = 0
                 async for data in source.chunks():  # no deadline: each chunk has one
@@ -464,29 +465,29 @@ class Computer:
 
 @asynccontextmanager
 async def open_computer(
-    fleet: Fleet,
-    spec: ComputerSpec,
+    place: ComputerPlace,
+    machine: ComputerMachine,
     user: str | None,
     workdir: str | None,
     env: Mapping[str, str],
     snapshot: Snapshot | None = None,
 ) -> AsyncIterator[Computer]:
-    """Open a computer; its container is removed behind it."""
-    env = _checked_env(env)
-    box = Computer(fleet, await fleet.take(spec), user, workdir, env)
+    """Open a computer on a machine that was taken; it is given back."""
+    box = Computer(place, machine, user, workdir, env)
     try:
         if snapshot is not None:
             await box._apply(snapshot)
         yield box
     finally:
-        fleet.give_back(box._machine)
+        place.give_back(box._machine)
 
 
-def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+def checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return environment variables as they are. Raises ValueError if one cannot be set."""
     for name, value in env.items():
         if not name or "=" in name or not isinstance(value, str) or "\0" in name + value:
             raise ValueError(f"env: {name!r}: {value!r:.100} is no name and text without NULs")
-    return dict(env)
+    return env
 
 
 async def _copy(file: FileRequest, target: IO[bytes], max_bytes: int) -> None:

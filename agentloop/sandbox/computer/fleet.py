@@ -9,17 +9,16 @@ For each of the last images, machines are kept ready for a while after one was l
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import aiodocker
 import aiohttp
@@ -29,12 +28,11 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.computer.images import (
     BUILT_LABEL,
-    IMAGE_NAME,
     bound_images,
     mark_used,
+    name_image,
 )
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
-from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.computer.toolbox import make_toolbox
 from agentloop.sandbox.container import LABEL, ContainerEngine
 from agentloop.sandbox.engine import what_it_said
@@ -92,12 +90,21 @@ class Fleet:
         self.engine = engine
         self.folder = folder
         """A directory of ours, removed at the end."""
+        self.images = {""}
+        """Those that computers were started of; "", the engine's own."""
+        self.max_computers, self.num_promised = settings.max_sessions, 0
         self.machines: set[ComputerMachine] = set()
         self._settings = settings
         self._stocks: dict[ComputerSpec, _Stock] = {}
         self._group: TaskGroup
         self._building = anyio.Lock()
         self._room = anyio.Semaphore(settings.max_sessions)
+
+    @property
+    def num_computers(self) -> int:
+        """Number of machines that are in use, or are waited for."""
+        waiting = self._room.statistics().tasks_waiting
+        return self.max_computers - self._room.value + waiting
 
     async def keep_warm(self, spec: ComputerSpec, num: int) -> None:
         """Keep `num` machines ready from now on, and wait until they are.
@@ -113,24 +120,25 @@ class Fleet:
             await stock.changed.wait()  # no deadline: each start has one
             stock.raise_failure()
 
-    async def build_image(self, folder: Path, timeout_s: float) -> str:
-        """Build an image from a folder with a Dockerfile, unless the engine has it."""
+    async def ensure_image(
+        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
+    ) -> None:
+        """Build an image, unless the engine has it, of a tar that `fill` writes into a file."""
         docker = self.engine.docker
-        with TemporaryFile() as context:
-            await anyio.to_thread.run_sync(partial(pack_folder, folder, context, keeps_times=False))
-            digest = await anyio.to_thread.run_sync(hashlib.file_digest, context, "sha256")
-            name = f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
-            async with self._building:  # no deadline: each build has one
-                try:
-                    if await has_image(docker, name):
-                        await mark_used(docker, name)
-                    else:
-                        context.seek(0)
-                        await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
-                        await bound_images(docker, self._settings.built_images_gib * (1 << 30))
-                except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-                    raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
-        return name
+        async with self._building:  # no deadline: each build has one
+            try:
+                if await has_image(docker, name):
+                    await mark_used(docker, name)
+                    return
+                with TemporaryFile() as context:
+                    await fill(context)
+                    if name != await anyio.to_thread.run_sync(name_image, context):
+                        raise SandboxUnavailable(f"the folder of {name} is not what it was")
+                    context.seek(0)
+                    await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
+                await bound_images(docker, self._settings.built_images_gib * (1 << 30))
+            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
     async def take(self, spec: ComputerSpec) -> ComputerMachine:
         """Return a machine that is ready; `give_back` must follow.
@@ -147,7 +155,7 @@ class Fleet:
                 f"{self._settings.max_wait_s:g} s: allow more (max_sessions)"
             )
         try:
-            return await self._take(spec)
+            return await self._take(replace(spec, image=spec.image or self.engine.image))
         except BaseException:
             self._room.release()
             raise

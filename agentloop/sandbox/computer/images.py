@@ -7,15 +7,19 @@ since whoever uses it names it anew; so the bound holds for all processes togeth
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, Any, cast
 
 import aiodocker
 import aiohttp
 import anyio
 
+from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.container import LABEL
 from agentloop.sandbox.engine import what_it_said
 
@@ -50,6 +54,19 @@ def next_to_remove(
         return None
     unused = [image for image in images if not image.in_use and now - image.used_at > LEAST_KEPT]
     return min(unused, key=lambda image: image.used_at, default=None)
+
+
+def name_image(context: IO[bytes]) -> str:
+    """Return the name of the image that is built of a tar; the same contents have the same."""
+    context.seek(0)
+    digest = hashlib.file_digest(cast(Any, context), "sha256")
+    return f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
+
+
+def pack_image(folder: Path, context: IO[bytes]) -> str:
+    """Write a folder with a Dockerfile as a tar, and return the image's name."""
+    pack_folder(folder, context, keeps_times=False)
+    return name_image(context)
 
 
 async def mark_used(docker: aiodocker.Docker, name: str) -> None:

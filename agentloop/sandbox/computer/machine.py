@@ -21,18 +21,19 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
+from anyio.abc import ByteStream, TaskGroup
 
 from agentloop.sandbox.backend import read_profile
 from agentloop.sandbox.computer import toolbox
+from agentloop.sandbox.computer.changes import Change, list_changes
 from agentloop.sandbox.computer.channel import ComputerChannel
 from agentloop.sandbox.computer.egress import PREFIX, AllowList
 from agentloop.sandbox.computer.proxy import (
@@ -137,17 +138,19 @@ class ComputerMachine:
     """A container with its first process; it is removed when its channel is lost.
 
     Attributes:
-        sockets: those of its network.
         tasks: the tasks that end with it.
         config: the image's configuration.
+        connect: connects to a port of its loopback. Raises OSError, SandboxError.
+        list_changes: returns what differs from the image's files (changes.py).
     """
 
     spec: ComputerSpec
     channel: ComputerChannel
-    sockets: GuestSockets
     tasks: TaskGroup
     name: str
     config: Mapping[str, Any]
+    connect: Callable[[int], AbstractAsyncContextManager[ByteStream]]
+    list_changes: Callable[[], Awaitable[list[Change]]]
 
 
 def machine_config(
@@ -249,7 +252,8 @@ async def start_machine(
                     proxy = EgressProxy(spec.allowed)
                     await stack.enter_async_context(serving(tasks, listener, proxy.handle))
                 name = f"agentloop-computer-{id}"
-                yield ComputerMachine(spec, channel, sockets, tasks, name, config)
+                changes = partial(list_changes, engine, name)
+                yield ComputerMachine(spec, channel, tasks, name, config, sockets.connect, changes)
         finally:
             server.close()
     finally:

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import anyio
-from anyio.abc import SocketListener, SocketStream, TaskGroup
+from anyio.abc import ByteStream, SocketListener, SocketStream, TaskGroup
 
 from agentloop.sandbox.computer.egress import (
     TLS_PORT,
@@ -30,6 +30,7 @@ from agentloop.sandbox.computer.egress import (
     parse_request,
     read_address,
 )
+from agentloop.sandbox.errors import SandboxError
 
 PORT = 3128  # inside
 MAX_CONNECTIONS = 32
@@ -39,7 +40,10 @@ IDLE_S = 300.0  # without a byte in either direction
 SOCKET_TIMEOUT_S, ACCEPT_PAUSE_S = 10.0, 0.2
 MAX_HEAD_BYTES, END_OF_HEAD = 32 << 10, b"\r\n\r\n"
 HANDSHAKE = b"\x16"  # the first byte of TLS
-ENDED = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+ENDED = (
+    *(OSError, SandboxError),
+    *(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError),
+)
 
 ENVIRONMENT = [
     f"{name}={value}"
@@ -72,16 +76,19 @@ class GuestSockets:
         made.setblocking(False)
         return made
 
-    async def connect(self, port: int) -> SocketStream:
+    @asynccontextmanager
+    async def connect(self, port: int) -> AsyncIterator[SocketStream]:
         """Connect to a port of the computer's loopback. Raises OSError."""
         made = await self._make()
         try:
             with anyio.fail_after(SOCKET_TIMEOUT_S):
                 await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
-            return await SocketStream.from_socket(made)
+            stream = await SocketStream.from_socket(made)
         except BaseException:
             made.close()
             raise
+        async with stream:
+            yield stream
 
     async def listen(self, port: int) -> SocketListener:
         """Listen on a port of the computer's loopback. Raises OSError."""
@@ -131,7 +138,11 @@ async def serving(
 
 
 async def relay(
-    near: SocketStream, far: SocketStream, outgoing: AsyncIterable[bytes], one_answer: bool = False
+    near: ByteStream,
+    far: ByteStream,
+    outgoing: AsyncIterable[bytes],
+    one_answer: bool = False,
+    idle_s: float = IDLE_S,
 ) -> None:
     """Copy both ways until both have ended, or nothing has moved for long.
 
@@ -139,15 +150,15 @@ async def relay(
         outgoing: what `far` gets of what `near` sends.
         one_answer: end when `far` does.
     """
-    with anyio.move_on_after(IDLE_S) as scope:
+    with anyio.move_on_after(idle_s) as scope:
 
-        async def copy(source: AsyncIterable[bytes], target: SocketStream) -> None:
+        async def copy(source: AsyncIterable[bytes], target: ByteStream) -> None:
             try:
                 with suppress(anyio.EndOfStream):
                     # no deadline: the scope has one
                     async for data in source:
                         await target.send(data)  # no deadline: likewise
-                        scope.deadline = anyio.current_time() + IDLE_S
+                        scope.deadline = anyio.current_time() + idle_s
                 await target.send_eof()
             except (*ENDED, Refused):
                 scope.cancel()
