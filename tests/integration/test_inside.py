@@ -158,7 +158,7 @@ async def test_files_are_judged_however_the_program_ends(
 
 
 async def test_program_that_never_asks_has_no_reward(pool: Pool, folder: Path) -> None:
-    with pytest.raises(RequestError, match=r"status 127 without an answer.*no-such: No such file"):
+    with pytest.raises(RequestError, match=r"status 127 without an answer.*/no-such: No such file"):
         await worked(pool, folder, command="no-such")
 
 
@@ -241,7 +241,6 @@ MUST_PASS = attempts(
         "a large body": "post(OUR.path + CHAT, body=BODY + ' ' * (1 << 20))",
         "a key of another": "post(OUR.path + CHAT, 'Authorization: Bearer ' + OTHER[-32:])",
         "a host of another": "post(OUR.path + CHAT, 'X-Forwarded-Host: ' + ENGINE)",
-        "a path on the way": "post(OUR.path + '/v1/./chat/completions'.replace('./', ''))",
     }
 )
 MUST_FAIL = attempts(
@@ -302,8 +301,12 @@ MUST_FAIL = attempts(
 
 @dataclass(frozen=True)
 class Result:
+    """What an attempt has printed, how often it has asked, and what the other session has."""
+
     output: str
-    num_generated: int
+    problem: str
+    num_asked: int = 0
+    num_others: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -346,12 +349,11 @@ async def results(pool: Pool) -> Mapping[str, Result]:
                     env={"PLACES": " ".join(places)},
                     timeout_s=patient(60),
                 )
-                output = done.stdout + done.stderr
-                found[attempt.name] = Result(output, len(engine.asked) - before)
-        closed = await box.execute(["python3", "-c", PRELUDE + MUST_PASS[0].script],
-                                   env={"PLACES": " ".join(places)})  # fmt: skip
-        found["afterwards"] = Result(closed.stdout + closed.stderr, 0)
-        assert sessions[1].trajectories == []
+                others, asked = sessions[1].trajectories, len(engine.asked) - before
+                found[attempt.name] = Result(done.stdout, done.stderr, asked, len(others))
+        again = ["python3", "-c", PRELUDE + MUST_PASS[0].script]
+        done = await box.execute(again, env={"PLACES": " ".join(places)})
+        found["afterwards"] = Result(done.stdout, done.stderr)
         group.cancel_scope.cancel()
     return found
 
@@ -369,18 +371,19 @@ def address_of_this_machine() -> str:
 @pytest.mark.parametrize("attempt", MUST_PASS, ids=lambda attempt: attempt.name)
 def test_own_session_is_reached(results: Mapping[str, Result], attempt: Attempt) -> None:
     result = results[attempt.name]
-    assert "reached" in result.output, result
-    assert result.num_generated == 1
+    assert result.output.startswith("HTTP/1.1 200 "), result
+    assert "reached" in result.output or "[DONE]" in result.output, result
+    assert (result.num_asked, result.num_others) == (1, 0)
 
 
 @pytest.mark.parametrize("attempt", MUST_FAIL, ids=lambda attempt: attempt.name)
 def test_nothing_else_is_reached(results: Mapping[str, Result], attempt: Attempt) -> None:
     result = results[attempt.name]
     assert "reached" not in result.output, result
-    assert result.num_generated == 0
+    assert (result.num_asked, result.num_others) == (0, 0)
 
 
 def test_session_is_reached_no_longer_than_the_program_runs(
     results: Mapping[str, Result],
 ) -> None:
-    assert "Connection refused" in results["afterwards"].output
+    assert "Connection refused" in results["afterwards"].problem
