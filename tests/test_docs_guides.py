@@ -170,14 +170,14 @@ def test_environment_guide_quotes_the_messages(fails: Callable[[], object]) -> N
 @pytest.mark.parametrize(
     ("overrides", "quoted"),
     [
-        (["agent=x", "env=a:b"], True),
+        (["agent=x", "env=agentloop.environments.examples.guess_number:guess"], True),
         (["agent.image=my-agent"], True),
         (["agent=x", "agent.folder=/no/such"], False),  # a check of the test
     ],
 )
 def test_guide_of_programs_quotes_the_messages(overrides: list[str], quoted: bool) -> None:
     with pytest.raises(AgentLoopError) as raised:
-        _ = load_settings(TrainSettings, [], overrides).environments
+        load(load_settings(TrainSettings, [], overrides).environment)
     assert is_quoted(str(raised.value), guide("your-agent.md")) is quoted
 
 

@@ -90,6 +90,7 @@ Teacher = Callable[[Task, Random], Script]
 T = TypeVar("T")
 
 HARBOR = "harbor:"  # before a folder of tasks, in place of a module and a function
+_PROGRAM = "program"  # the parameter that gets the setting `agent`
 _SHARED = "shared"  # the parameter that gets what `setup` has opened
 # The environments of this process that have been set up, by `_key_of`.
 _opened: dict[tuple[EnvironmentFunction, str], Environment] = {}
@@ -232,6 +233,11 @@ class Environment:
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
+        if _PROGRAM in arguments and _PROGRAM not in fields:
+            raise SettingsError(
+                f"agent, env: both are set, and {self.name} takes no program: its function needs a "
+                f"parameter `{_PROGRAM}` (docs/guides/computer.md)"
+            )
         config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
         model = pydantic.create_model("arguments", __config__=config, **fields)
         try:

@@ -7,7 +7,9 @@
                                         └──> the rollout's session, which records exact ids
 
 Each rollout runs it in a container of its own, without a network: the session's socket is mounted,
-and all that it can reach (agentloop/sandbox/program.py). Failures are attributed by one rule: once
+and all that it can reach (agentloop/sandbox/program.py). Where the environment has a computer for
+each task, `env=... agent=...`, it runs in that (`work_in`), and a port of the computer's loopback
+leads to the rollout's session alone. Failures are attributed by one rule: once
 the model has sampled anything for it, a rollout is void only for what no program can bring about.
 
     the container did not start, the engine was lost       infrastructure: no reward
@@ -28,14 +30,18 @@ writing when the time is over is kept as a conversation that ended there.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Protocol
 from urllib.parse import urlsplit
 
+import anyio
 import pydantic
 
+from agentloop.agent.computer_tools import Bash, Box, EditFile
+from agentloop.environments.agent import Agent
 from agentloop.environments.environment import EnvSettings, environment
 from agentloop.environments.local_program import run_locally
 from agentloop.environments.rewards.answers import final_answer
@@ -43,11 +49,21 @@ from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import InfrastructureFailed, SettingsError
 from agentloop.plain_json import dumps
-from agentloop.sandbox import CallStatus, Program, ProgramEnd, ProgramUnsupported
-from agentloop.sandbox.program import PORT
+from agentloop.sandbox import (
+    CallStatus,
+    Computer,
+    ComputerLost,
+    Program,
+    ProgramEnd,
+    ProgramUnsupported,
+)
+from agentloop.sandbox.program import FOLDER, KEPT_BYTES, PORT
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
-__all__ = ["AgentProgram", "ProgramAgent", "ProgramSettings", "program"]
+__all__ = ["PROGRAM", "AgentProgram", "ProgramAgent", "ProgramSettings", "program", "work_in"]
+
+PROGRAM = f"{__name__}:program"
+"""The environment that is nothing but a program."""
 
 _OURS = (
     "OPENAI_BASE_URL",
@@ -182,7 +198,7 @@ class ProgramSettings(pydantic.BaseModel):
         """Return the environment that runs the program, or `env` if there is none.
 
         Raises:
-            SettingsError: both are set, or there are settings but no command.
+            SettingsError: there are settings but no command, or some that an environment decides.
         """
         if not self.command:
             if self != ProgramSettings():
@@ -190,10 +206,12 @@ class ProgramSettings(pydantic.BaseModel):
                     "agent.command: must be set where other settings of the agent are"
                 )
             return env
-        if env.name or env.args:
-            raise SettingsError("agent, env: both are set: the agent's program is an environment")
         values = self.model_dump(mode="json", exclude_defaults=True)
-        return EnvSettings(name=f"{__name__}:program", args={"settings": values})
+        if not env.name:
+            return EnvSettings(name=PROGRAM, args={**env.args, "settings": values})
+        if refused := {"image", "writable"} & values.keys():
+            raise SettingsError(f"agent.{min(refused)}: not with env: its computer has an image")
+        return EnvSettings(name=env.name, args={**env.args, "program": values})
 
 
 AgentProgram = Annotated[
@@ -216,8 +234,45 @@ async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings)
         InfrastructureFailed: the infrastructure failed.
         SettingsError: it cannot be run, or has ended without an answer of the model.
     """
+    return await _answer_of(agent, settings, partial(_run_program, task, agent, settings))
+
+
+async def work_in(
+    box: Box,
+    task: Task,
+    agent: Agent,
+    program: ProgramSettings | None = None,
+    *,
+    command_timeout_s: float = 60.0,
+) -> Trajectory:
+    """Let the agent do a task in its computer, with `bash` and `edit_file`; or a program, inside.
+
+    The program begins in the computer's working directory; its folder is copied to /agent. What
+    either has started may go on, until `box.kill_processes`.
+
+    Returns:
+        The conversation that ended last; what a program has printed is its answer.
+
+    Raises:
+        InfrastructureFailed, ComputerLost: the infrastructure failed.
+        SettingsError: the program cannot be run, or has ended without an answer of the model.
+    """
+    if program is None:
+        tools = [Bash(box, timeout_s=command_timeout_s), EditFile(box)]
+        return await agent.run(task.prompt, tools=tools)
+    if not isinstance(box, Computer):
+        raise SettingsError("agent: a program needs a computer, which the environment's tasks lack")
+    return await _answer_of(agent, program, partial(_run_inside, box, task, agent, program))
+
+
+async def _answer_of(
+    agent: ProgramAgent,
+    settings: ProgramSettings,
+    run: Callable[[float], Awaitable[ProgramEnd]],
+) -> Trajectory:
+    """Run a program for a time, and return its answer. Raises as `program`."""
     limit_s = min(settings.timeout_s or agent.time_left_s, agent.time_left_s)
-    end = _without_key(agent.key, await _run_program(task, agent, settings, limit_s))
+    end = _without_key(agent.key, await run(limit_s))
     is_timeout = end.status is CallStatus.TIMEOUT
     was_waiting = (is_timeout or not agent.trajectories) and agent.stop_requests()
     if is_timeout:
@@ -242,30 +297,10 @@ async def _run_program(
     task: Task, agent: ProgramAgent, settings: ProgramSettings, limit_s: float
 ) -> ProgramEnd:
     in_container = agent.sandbox.has_containers
-    url = urlsplit(agent.url.rstrip("/").removesuffix("/v1"))
+    url = urlsplit(agent.url.removesuffix("/v1"))
     if in_container:
         url = url._replace(netloc=f"127.0.0.1:{PORT}")
-    prompt = _prompt_of(task)
-    env = {
-        "OPENAI_BASE_URL": f"{url.geturl()}/v1",
-        "OPENAI_API_KEY": agent.key,
-        "ANTHROPIC_BASE_URL": url.geturl(),
-        "ANTHROPIC_API_KEY": agent.key,
-        "PYTHONUNBUFFERED": "1",  # or what it has printed would be lost where it is killed
-        **settings.env,
-    }
-    if len(prompt.encode()) <= _MAX_VARIABLE_BYTES and "\0" not in prompt:
-        env["AGENTLOOP_TASK"] = prompt
-    job = Program(
-        command=settings.command,
-        socket=agent.socket,
-        stdin=dumps(_task_for(task, prompt, settings.task_fields)).decode() + "\n",
-        image=settings.image,
-        folder=settings.folder,
-        env=env,
-        is_writable=settings.writable,
-        max_output_bytes=settings.max_output_kib << 10,
-    )
+    job = _job_of(task, agent, settings, url.geturl())
     try:
         if in_container:
             _check_access(settings.folder)
@@ -279,6 +314,60 @@ async def _run_program(
         return await run_locally(job, limit_s)
     except ProgramUnsupported as error:
         raise SettingsError(f"agent: {error}") from error
+
+
+async def _run_inside(
+    box: Computer, task: Task, agent: ProgramAgent, settings: ProgramSettings, limit_s: float
+) -> ProgramEnd:
+    began = anyio.current_time()
+    if settings.folder is not None:
+        try:
+            await box.put(settings.folder, FOLDER, user="root")
+        except TimeoutError as error:
+            raise ComputerLost(f"the computer does not take {settings.folder}") from error
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"agent.folder: {settings.folder}: {error}") from error
+    async with box.lead_to(agent.url.removesuffix("/v1")) as url:
+        job = _job_of(task, agent, settings, url)
+        result = await box.execute(
+            job.command,
+            stdin=job.stdin.encode(),
+            timeout_s=began + limit_s - anyio.current_time(),
+            max_output_bytes=job.max_output_bytes,
+            kept_bytes=KEPT_BYTES,
+            env=job.env,
+        )
+    output = result.stdout, result.stderr
+    return ProgramEnd(result.status, result.exit_status, *output, result.elapsed_s)
+
+
+def _job_of(task: Task, agent: ProgramAgent, settings: ProgramSettings, url: str) -> Program:
+    """Return a program with what it is told.
+
+    Args:
+        url: base URL of the session, as the program reaches it.
+    """
+    prompt = _prompt_of(task)
+    env = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": agent.key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": agent.key,
+        "PYTHONUNBUFFERED": "1",  # or what it has printed would be lost where it is killed
+        **settings.env,
+    }
+    if len(prompt.encode()) <= _MAX_VARIABLE_BYTES and "\0" not in prompt:
+        env["AGENTLOOP_TASK"] = prompt
+    return Program(
+        command=settings.command,
+        socket=agent.socket,
+        stdin=dumps(_task_for(task, prompt, settings.task_fields)).decode() + "\n",
+        image=settings.image,
+        folder=settings.folder,
+        env=env,
+        is_writable=settings.writable,
+        max_output_bytes=settings.max_output_kib << 10,
+    )
 
 
 def _without_key(key: str, end: ProgramEnd) -> ProgramEnd:

@@ -8,7 +8,7 @@ import pydantic
 
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.mixture import Envs, RunEnvironment, environments_of
-from agentloop.environments.program import AgentProgram, ProgramSettings
+from agentloop.environments.program import PROGRAM, AgentProgram, ProgramSettings
 from agentloop.environments.rewards.references import require_references
 from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import TasksSettings
@@ -50,10 +50,10 @@ class EnvironmentRunSettings(AskSettings):
 
         An environment of the user's says itself what a rollout is worth.
         """
-        scored = {it.name for it in self.environments if self.agent.command or not it.env.name}
+        scored = {it.name for it in self.environments if it.env.name in ("", PROGRAM)}
         await require_references(self.reward, (task for task in tasks if task.env in scored))
 
     @property
     def environment(self) -> EnvSettings:
-        """The environment of the run, if it has only one: also that of the agent's program."""
+        """The environment of the run, if it has only one, with the agent's program."""
         return self.agent.environment(self.env)

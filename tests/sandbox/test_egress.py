@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentloop.sandbox import ComputerLimits
 from agentloop.sandbox.computer.egress import AllowList, Refused, is_public, parse_request
 from agentloop.sandbox.computer.machine import ComputerSpec
+from agentloop.sandbox.computer.proxy import PathProxy
 
 ALLOWED = AllowList.parse(
     "allow: PyPI.org, *.example.org:443,10.1.2.3:8080, 10.2.0.0/16,[2001:db8::1]:443"
@@ -126,3 +127,38 @@ def test_request_for_the_server() -> None:
         b"POST /?q HTTP/1.0\r\nHost: A.b:81\r\nX: 1\r\nContent-Length: 3\r\n"
         b"Connection: close\r\n\r\n"
     )
+
+
+# -- one server -------------------------------------------------------------------------------
+
+OURS = PathProxy("http://127.0.0.1:4000/v1/sessions/ours")
+
+
+def test_requests_below_the_path_are_passed_on() -> None:
+    head = b"POST /v1/sessions/ours/v1/chat?a=b HTTP/1.1\r\nHost: evil\r\nContent-Length: 3"
+    request = OURS._parse(head)
+    assert (str(request.host), request.port, request.body_bytes) == ("127.0.0.1", 4000, 3)
+    assert request.head is not None
+    first, host, *_ = request.head.split(b"\r\n")
+    assert first == b"POST /v1/sessions/ours/v1/chat?a=b HTTP/1.1"
+    assert host == b"Host: 127.0.0.1:4000"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "GET /v1/sessions/other/v1/chat HTTP/1.1",
+        "GET /v1/sessions/ours HTTP/1.1",
+        "GET /v1/sessions/ours2/ HTTP/1.1",
+        "GET  /v1/sessions/ours/ HTTP/1.1",
+        "GET http://127.0.0.1:4000/v1/sessions/ours/ HTTP/1.1",
+        "GET /v1/sessions/ours/ /v1/sessions/other/ HTTP/1.1",
+        "CONNECT /v1/sessions/ours/ HTTP/1.1",
+        "CONNECT 127.0.0.1:4000 HTTP/1.1",
+        "/v1/sessions/ours/ HTTP/1.1",
+        "",
+    ],
+)
+def test_other_requests_are_refused(line: str) -> None:
+    with pytest.raises(Refused):
+        OURS._parse(line.encode())

@@ -2,7 +2,8 @@
 
     env=harbor:FOLDER
 
-    environment/ ──image──> computer ──bash, edit_file──> the agent, until it has done
+    environment/ ──image──> computer ──bash, edit_file──> the agent, until it has done,
+                               │                          or a program of the agent's, inside
                                │ all of its processes are killed
                                ▼ a copy of its files
     tests/ ──────────> another computer ──test.sh──> /logs/verifier/reward.txt ──> the reward
@@ -30,9 +31,9 @@ from typing import Annotated
 
 import pydantic
 
-from agentloop.agent.computer_tools import Bash, EditFile
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
+from agentloop.environments.program import ProgramSettings, work_in
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
@@ -184,6 +185,7 @@ async def task(
     network: str = "none",
     command_timeout_s: float = 120.0,
     oracle: bool = False,
+    program: ProgramSettings | None = None,
 ) -> Reward:
     """Let the agent work in the task's computer, then run the task's tests on its files.
 
@@ -193,6 +195,7 @@ async def task(
             that allow the internet; by default they have none.
         command_timeout_s: time limit of each of the agent's commands.
         oracle: run the task's solution before the agent begins.
+        program: works in the computer in place of the agent: the setting `agent`.
     """
     path = next(path for path in _folders(folder) if path.name == task.folder)
     config = HarborTask.load(path)
@@ -212,7 +215,7 @@ async def task(
         keep = partial(_is_kept, frozenset(listed.stdout.split()))
         if oracle:
             await _solve(box, path, config)
-        await agent.run(task.prompt, tools=[Bash(box, timeout_s=command_timeout_s), EditFile(box)])
+        await work_in(box, task, agent, program, command_timeout_s=command_timeout_s)
         try:
             await box.kill_processes()
             async with box.fork(keep) as judge:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
 import agentloop
-from agentloop.agent.computer_tools import Bash, EditFile
+from agentloop.environments.program import ProgramSettings, work_in
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.sandbox import CommandResult, Computer
 
@@ -134,6 +135,7 @@ async def mend(
     level: Annotated[int, Field(ge=1, le=len(FUNCTIONS))] = 1,
     computers: bool = True,
     image: str = "",
+    program: ProgramSettings | None = None,
 ) -> float:
     """Let the agent mend a repository; the reward is 1 if it then does all that it shall.
 
@@ -141,20 +143,24 @@ async def mend(
         level: the number of modules, 1 to 6.
         computers: whether each agent has a computer; else its commands are calls.
         image: a computer's image, with python3; by default the sandbox's own.
+        program: works in the computer in place of the agent: the setting `agent`.
     """
+    task = replace(task, prompt="A function in app/ does not do what its docstring says. Mend it.")
     files = {path: text.encode() for path, text in task.files.items()}
     if not computers:
-        return await judged(task, agent, Folder(agent.sandbox, files))
+        return await judged(task, agent, Folder(agent.sandbox, files), program)
     absolute = {f"/repository/{path}": data for path, data in files.items()}
     async with agent.sandbox.computer(image, files=absolute, workdir="/repository") as box:
-        return await judged(task, agent, box)
+        return await judged(task, agent, box, program)
 
 
-async def judged(task: agentloop.Task, agent: agentloop.Agent, box: Computer | Folder) -> float:
-    await agent.run(
-        "A function in app/ does not do what its docstring says. Mend it.",
-        tools=[Bash(box, timeout_s=10), EditFile(box)],
-    )
+async def judged(
+    task: agentloop.Task,
+    agent: agentloop.Agent,
+    box: Computer | Folder,
+    program: ProgramSettings | None,
+) -> float:
+    await work_in(box, task, agent, program, command_timeout_s=10)
     await box.kill_processes()
     tests = "\n".join(map(str, task.tests))
     async with box.fork() as judge:  # what the agent has left running does not see the tests

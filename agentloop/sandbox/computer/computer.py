@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
 from typing import IO
+from urllib.parse import urlsplit
 
 import aiodocker
 import aiohttp
 import anyio
 import orjson
-from anyio.abc import SocketListener, SocketStream
+from anyio.abc import SocketAttribute, SocketListener, SocketStream
 
 from agentloop.sandbox.computer.changes import ADDED
 from agentloop.sandbox.computer.channel import FileRequest
@@ -33,7 +34,7 @@ from agentloop.sandbox.computer.command import Command, CommandResult
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.place import ComputerPlace
-from agentloop.sandbox.computer.proxy import relay, serving
+from agentloop.sandbox.computer.proxy import PathProxy, relay, serving
 from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ComputerLost, SandboxUnavailable
@@ -189,6 +190,7 @@ class Computer:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        kept_bytes: int | None = None,
         user: str | None = None,
         workdir: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -196,10 +198,11 @@ class Computer:
         """Run a program with its arguments, without a shell, and return how it ended.
 
         At a limit it is killed with the processes that it has started. The exit status is 127 if
-        there is no such program or directory, 126 if it cannot be run. The whole output is kept.
+        there is no such program or directory, 126 if it cannot be run.
 
         Args:
             max_output_bytes: limit of stdout and stderr together, at which it is killed.
+            kept_bytes: the first and the last of each that are kept; None: all.
             user, workdir: by default the computer's.
             env: variables beside the computer's.
 
@@ -215,7 +218,7 @@ class Computer:
             )
         begin: JsonObject = {"op": "file", "kind": "execute", "user": user or self.user}
         begin |= {"argv": list(command), "cwd": self._absolute(workdir or ""), "env": variables}
-        limits = timeout_s, max_output_bytes, max_output_bytes
+        limits = timeout_s, max_output_bytes, kept_bytes or max_output_bytes
         run = Command(self._machine.channel, *limits, stdin=stdin)
         return await run.until_ended(begin, b"", [({"op": "kill"}, ENGINE_TIMEOUT_S)])
 
@@ -371,6 +374,27 @@ class Computer:
             machine.channel.check()  # which would say nothing about its programs
             raise
         machine.channel.check()
+
+    @asynccontextmanager
+    async def lead_to(self, url: str) -> AsyncIterator[str]:
+        """Lead a port of its own loopback to a server of this machine; yield the URL inside.
+
+        Only the paths below `url`, `http://ADDRESS:PORT/PATH`, are there, while the block lasts.
+
+        Raises:
+            ComputerLost: the computer is gone.
+            ProgramUnsupported: it is on a host.
+        """
+        machine = self._machine
+        machine.channel.check()
+        try:
+            listener = await machine.listen(0)
+        except OSError as error:
+            machine.channel.check()
+            raise ComputerLost(f"no port of the computer could be opened: {error}") from error
+        address = f"127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        async with serving(machine.tasks, listener, PathProxy(url).handle):
+            yield urlsplit(url)._replace(netloc=address).geturl()
 
     # -- snapshots ----------------------------------------------------------------------------
 

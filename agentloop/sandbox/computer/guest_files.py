@@ -169,7 +169,8 @@ def execute(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
         os.chdir(request["cwd"])
         os.execvpe(program, argv, env)
     except OSError as error:
-        os.write(2, os.fsencode(error.filename or program) + f": {error.strerror}\n".encode())
+        path = os.fsdecode(error.filename or program)
+        os.write(2, f"{path}: {error.strerror}\n".encode("utf-8", "surrogateescape"))
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 

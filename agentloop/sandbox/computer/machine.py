@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from anyio.abc import ByteStream, TaskGroup
+from anyio.abc import ByteStream, SocketListener, TaskGroup
 
 from agentloop.sandbox.backend import read_profile
 from agentloop.sandbox.computer import toolbox
@@ -141,6 +141,7 @@ class ComputerMachine:
         tasks: the tasks that end with it.
         config: the image's configuration.
         connect: connects to a port of its loopback. Raises OSError, SandboxError.
+        listen: listens on a port of its loopback; 0 chooses one. Raises OSError, SandboxError.
         list_changes: returns what differs from the image's files (changes.py).
     """
 
@@ -150,6 +151,7 @@ class ComputerMachine:
     name: str
     config: Mapping[str, Any]
     connect: Callable[[int], AbstractAsyncContextManager[ByteStream]]
+    listen: Callable[[int], Awaitable[SocketListener]]
     list_changes: Callable[[], Awaitable[list[Change]]]
 
 
@@ -253,7 +255,8 @@ async def start_machine(
                     await stack.enter_async_context(serving(tasks, listener, proxy.handle))
                 name = f"agentloop-computer-{id}"
                 changes = partial(list_changes, engine, name)
-                yield ComputerMachine(spec, channel, tasks, name, config, sockets.connect, changes)
+                reach = sockets.connect, sockets.listen, changes
+                yield ComputerMachine(spec, channel, tasks, name, config, *reach)
         finally:
             server.close()
     finally:

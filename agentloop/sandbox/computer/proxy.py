@@ -1,8 +1,9 @@
-"""The proxy of a computer with an allow-list, and connections to its ports.
+"""The proxies of a computer, and connections to its ports.
 
     program ──127.0.0.1:3128──┐ in the computer, which has no other network
                               │ a socket of that network, held by this process
     EgressProxy: read, check, look the name up, check its addresses ──> server
+    PathProxy: read, check the path ──> one server of ours
 
 The kernel lets nothing else out: there is no interface but the loopback. The computer's first
 process makes the sockets and passes them to us (guest.py); no program has a part in them.
@@ -11,11 +12,13 @@ process makes the sockets and passes them to us (guest.py); no program has a par
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from urllib.parse import urlsplit
 
 import anyio
 from anyio.abc import ByteStream, SocketListener, SocketStream, TaskGroup
@@ -173,6 +176,8 @@ async def relay(
 class EgressProxy:
     """An HTTP proxy that connects to what an allow-list has, and to nothing else."""
 
+    idle_s = IDLE_S
+
     def __init__(self, allowed: AllowList) -> None:
         self._allowed = allowed
         self._lookups = anyio.CapacityLimiter(NUM_LOOKUPS)
@@ -182,7 +187,7 @@ class EgressProxy:
         try:
             with anyio.fail_after(HEAD_TIMEOUT_S):
                 head, rest = await _receive_head(near)
-            request = parse_request(head)
+            request = self._parse(head)
             with anyio.fail_after(CONNECT_TIMEOUT_S):
                 far = await self._connect(request.host, request.port)
         except Refused as error:
@@ -196,7 +201,11 @@ class EgressProxy:
                 await _send(near, "200 Connection established")
                 await relay(near, far, _tunnelled(near, request, rest))
             else:
-                await relay(near, far, _one_request(near, request, rest), one_answer=True)
+                outgoing = _one_request(near, request, rest)
+                await relay(near, far, outgoing, one_answer=True, idle_s=self.idle_s)
+
+    def _parse(self, head: bytes) -> ProxyRequest:
+        return parse_request(head)
 
     async def _connect(self, host: str | Address, port: int) -> SocketStream:
         """Connect to a host by an address that may be reached. Raises Refused, OSError."""
@@ -216,6 +225,23 @@ class EgressProxy:
                 except OSError as error:
                     failure = error
         raise failure
+
+
+class PathProxy(EgressProxy):
+    """A server for requests to the paths below one URL, `http://ADDRESS:PORT/PATH`, alone."""
+
+    idle_s = math.inf  # a model may take long; the computer's program has a deadline
+
+    def __init__(self, url: str) -> None:
+        place = urlsplit(url)
+        super().__init__(AllowList.parse(f"allow:{place.netloc}"))
+        self._origin, self._path = f"http://{place.netloc}".encode(), f"{place.path}/".encode()
+
+    def _parse(self, head: bytes) -> ProxyRequest:
+        method, _, rest = head.partition(b" ")
+        if not rest.startswith(self._path):
+            raise Refused("nothing is served here but paths of the address that was given")
+        return parse_request(method + b" " + self._origin + rest)
 
 
 def _is_ours(address: Address) -> bool:

@@ -28,7 +28,7 @@ import aiohttp
 import anyio
 import orjson
 from aiohttp import WSMsgType, web
-from anyio.abc import ByteStream, TaskGroup, TaskStatus
+from anyio.abc import ByteStream, SocketListener, TaskGroup, TaskStatus
 
 from agentloop.sandbox.computer.changes import Change
 from agentloop.sandbox.computer.channel import ComputerChannel
@@ -167,7 +167,11 @@ class HostPlace:
                 async with anyio.create_task_group() as tasks:
                     key, spec = reply["key"], replace(spec, image=reply["image"])
                     about = spec, channel, tasks, reply["name"], reply["config"]
-                    reach = partial(self._connect_port, key), partial(self._list_changes, key)
+                    reach = (
+                        partial(self._connect_port, key),
+                        self._listen,
+                        partial(self._list_changes, key),
+                    )
                     task_status.started(ComputerMachine(*about, *reach))
                     near = SocketBytes(socket, half_closes=False)
                     try:
@@ -184,6 +188,12 @@ class HostPlace:
     async def _connect_port(self, key: str, port: int) -> AsyncIterator[SocketBytes]:
         async with self._asking("port", None, key=key, port=port) as (socket, _):
             yield SocketBytes(socket)
+
+    async def _listen(self, port: int) -> SocketListener:
+        raise ProgramUnsupported(
+            f"the host {self._host.url} leads no port of a computer to this machine: a program "
+            "inside of a task's computer needs an engine here"
+        )
 
     async def _list_changes(self, key: str) -> list[Change]:
         async with self._asking("changes", key=key) as (_, reply):

@@ -16,7 +16,7 @@ from agentloop.environments.environment import EnvSettings, load
 from agentloop.environments.program import ProgramSettings, program
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import InfrastructureFailed, SettingsError
+from agentloop.errors import DataError, InfrastructureFailed, SettingsError
 from agentloop.sandbox import (
     CallStatus,
     Program,
@@ -68,7 +68,7 @@ def test_without_a_command_the_environment_is_that_of_the_settings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["agent=x", "env=python-math"], "agent, env: both are set"),
+        (["agent=x", "env=python-math", "agent.image=mine"], "agent.image: not with env"),
         (["agent.image=mine"], "agent.command: must be set"),
         (["agent=x", "agent.folder=/no/such"], "agent.folder: '/no/such' is not a folder"),
         (["agent=x", "agent.env.OPENAI_API_KEY=k"], "'OPENAI_API_KEY' is set by agentloop"),
@@ -79,6 +79,31 @@ def test_without_a_command_the_environment_is_that_of_the_settings() -> None:
 def test_mistakes_are_named(overrides: list[str], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         _ = settings_of(*overrides).environments
+
+
+def test_environment_with_computers_gets_the_program(tmp_path: Path) -> None:
+    environment = "env=agentloop.environments.examples.mend_code:mend"
+    result = settings_of(environment, "env.args.level=2", "agent=x", f"agent.folder={tmp_path}")
+    loaded = load(result.environment)
+    assert loaded is not None
+    assert (loaded.arguments["level"], loaded.arguments["program"]) == (2, result.agent)
+
+
+async def test_answers_are_not_checked_where_an_environment_judges() -> None:
+    without_answer = Task("t", "What?", "", source_line="tasks.jsonl:1")
+    judged = settings_of("agent=x", "env=harbor:somewhere")
+    await judged.check_references([without_answer])
+    with pytest.raises(DataError):
+        await settings_of("agent=x").check_references([without_answer])
+
+
+def test_environment_without_computers_takes_no_program() -> None:
+    with pytest.raises(SettingsError, match="agent, env: both are set, and guess takes no program"):
+        load(
+            settings_of(
+                "agent=x", "env=agentloop.environments.examples.guess_number:guess"
+            ).environment
+        )
 
 
 # -- what it is told --------------------------------------------------------------------------
