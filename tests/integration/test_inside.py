@@ -22,8 +22,8 @@ from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.sandbox import Pool
 from agentloop.serving.sessions import listening_for_sessions
 from agentloop.training.plan.settings import TrainSettings
-from tests.agentloop.environments.test_agent_url import Listening
 from tests.agentloop.serving.test_app import CHAT, says
+from tests.fakes import NoModel
 from tests.integration.test_harbor import FILES, SETTINGS
 from tests.patience import patient
 from tests.rollouts import records_of
@@ -84,8 +84,7 @@ async def played(pool: Pool, env: EnvSettings, engine: ScriptedEngine) -> Rollou
     async with listening_for_sessions(
         engine, CHAT, model_name="fake", sampling=Sampling(), budget=budget
     ) as listener:
-        host = Listening(listener)
-        host.pool = pool
+        host = NoModel(pool, session_listener=listener)
         player = EnvironmentPlayer(environment, host, sampling=Sampling(seed=1))
         (record,) = await records_of(player, task, budget=budget)
     return record
