@@ -88,19 +88,25 @@ class RealRun:
 
 
 def play_real(
-    run: Path, seed: int, *, num_steps: int, max_staleness: int, victims: Sequence[str]
+    run: Path,
+    seed: int,
+    *,
+    num_steps: int,
+    max_staleness: int,
+    victims: Sequence[str],
+    max_kills: int = 2,
 ) -> RealRun:
-    """Run to completion, with one or two of `victims` killed, which rotate with the seed."""
+    """Run to completion; kill up to `max_kills` of `victims`, which rotate with the seed."""
     draw, started = Random(seed), time.monotonic()
     played = RealRun(run)
     max_progress = num_steps * (TASKS_PER_STEP + 2)  # the final value of `progress_of`
     blows = [
         (
             victims[(seed + life) % len(victims)],
-            1 + int(max_progress * (life + draw.random()) / 2),
+            1 + int(max_progress * (life + draw.random()) / max_kills),
             draw.random(),
         )
-        for life in range(draw.randint(1, 2))
+        for life in range(draw.randint(1, max_kills))
     ]
     overrides = [*OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
     overrides.append(AGENTS[seed % len(AGENTS)])
