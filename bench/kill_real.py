@@ -226,6 +226,8 @@ def _live_once(
             if _kill(victim, runtime.pid, draw, host):
                 played.fell.append(f"{victim} at effect {at}")
                 print(f"     {played.fell[-1]}", flush=True)
+            else:
+                print(f"     no {victim} to kill at effect {at}", flush=True)
         if host is not None:
             host.keep()
         time.sleep(_POLL_S)
@@ -267,7 +269,7 @@ def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
             container = draw.choice(containers)
             subprocess.run(["docker", "kill", container], capture_output=True, check=False)
         return bool(containers)
-    module = {"rank": "learner", "server": "sglang.launch_server", "runtime": ""}[victim]
+    module = {"rank": "agentloop.learner", "server": "sglang.launch_server", "runtime": ""}[victim]
     if victim == "runtime":
         os.kill(runtime, signal.SIGKILL)
         return True
