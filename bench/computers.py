@@ -41,7 +41,7 @@ async def open_swe_rex(image: str, stack: AsyncExitStack) -> None:
     await box.start()
     await box.runtime.create_session(words.CreateBashSessionRequest())
     said = await box.runtime.run_in_session(words.BashAction(command="echo ready"))
-    assert said.output == "ready"
+    assert said.output.strip() == "ready"
 
 
 async def measure(num: int, num_bytes: int, swe_rex: str) -> None:
