@@ -211,7 +211,7 @@ def _live_once(
     played.num_lives += 1
     log = run.with_name(f"{run.name}.{played.num_lives}.log")
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "agentloop", "train", *arguments]
+        command = [sys.executable, "-m", "agentloop", "train", "--restarts", "0", *arguments]
         runtime = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     signs = (log, run / "queue.sqlite-wal")
     heard, heard_s = list[int](), time.monotonic()
