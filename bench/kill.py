@@ -401,6 +401,7 @@ def main() -> int:
         "--cluster", type=int, default=0, help="number of real runs on a Ray cluster; needs root"
     )
     parser.add_argument("--steps", type=int, default=6, help="steps of each real run")
+    parser.add_argument("--kills", type=int, default=2, help="at most, in each of --real")
     parser.add_argument(
         "--victims",
         nargs="+",
@@ -428,7 +429,7 @@ def main() -> int:
             num_steps=options.steps,
             victims=options.victims or VICTIMS,
             where="real",
-            play=play_real,
+            play=partial(play_real, max_kills=options.kills),
         )
     if options.cluster:
         with nodes_apart() as nodes:

@@ -88,19 +88,25 @@ class RealRun:
 
 
 def play_real(
-    run: Path, seed: int, *, num_steps: int, max_staleness: int, victims: Sequence[str]
+    run: Path,
+    seed: int,
+    *,
+    num_steps: int,
+    max_staleness: int,
+    victims: Sequence[str],
+    max_kills: int = 2,
 ) -> RealRun:
-    """Run to completion, with one or two of `victims` killed, which rotate with the seed."""
+    """Run to completion; kill up to `max_kills` of `victims`, which rotate with the seed."""
     draw, started = Random(seed), time.monotonic()
     played = RealRun(run)
     max_progress = num_steps * (TASKS_PER_STEP + 2)  # the final value of `progress_of`
     blows = [
         (
             victims[(seed + life) % len(victims)],
-            1 + int(max_progress * (life + draw.random()) / 2),
+            1 + int(max_progress * (life + draw.random()) / max_kills),
             draw.random(),
         )
-        for life in range(draw.randint(1, 2))
+        for life in range(draw.randint(1, max_kills))
     ]
     overrides = [*OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
     overrides.append(AGENTS[seed % len(AGENTS)])
@@ -205,7 +211,7 @@ def _live_once(
     played.num_lives += 1
     log = run.with_name(f"{run.name}.{played.num_lives}.log")
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "agentloop", "train", *arguments]
+        command = [sys.executable, "-m", "agentloop", "train", "--restarts", "0", *arguments]
         runtime = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     signs = (log, run / "queue.sqlite-wal")
     heard, heard_s = list[int](), time.monotonic()
@@ -220,6 +226,8 @@ def _live_once(
             if _kill(victim, runtime.pid, draw, host):
                 played.fell.append(f"{victim} at effect {at}")
                 print(f"     {played.fell[-1]}", flush=True)
+            else:
+                print(f"     no {victim} to kill at effect {at}", flush=True)
         if host is not None:
             host.keep()
         time.sleep(_POLL_S)
@@ -261,7 +269,7 @@ def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
             container = draw.choice(containers)
             subprocess.run(["docker", "kill", container], capture_output=True, check=False)
         return bool(containers)
-    module = {"rank": "learner", "server": "sglang.launch_server", "runtime": ""}[victim]
+    module = {"rank": "agentloop.learner", "server": "sglang.launch_server", "runtime": ""}[victim]
     if victim == "runtime":
         os.kill(runtime, signal.SIGKILL)
         return True

@@ -1,6 +1,7 @@
 """Rollouts whose process is killed: what is sampled again, what runs twice, which lengths remain.
 
     python -m bench.kill_turns --kills 1000 --rollouts 2000
+    python -m bench.kill_turns --cost 20   what the journal adds to a turn: rounds with and without
 
 Groups of rollouts of random lengths on the real agent loop and the real journal. At a kill, nothing
 is written any more and everything is dropped; the group is then rolled out again from the journal,
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import tempfile
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -276,11 +279,34 @@ async def _main(num_kills: int, num_rollouts: int) -> None:
             )
 
 
+async def _cost(rounds: int) -> None:
+    added_s, waited_s = list[float](), list[float]()
+    for seed in range(rounds):
+        cpu_s, wall_s = dict[bool, float](), dict[bool, float]()
+        for keeps in (seed % 2 == 0, seed % 2 == 1):
+            with tempfile.TemporaryDirectory() as folder:
+                cpu, wall = time.process_time(), time.perf_counter()
+                options: dict[str, Any] = {"num_groups": 6, "kills": False, "keeps": keeps}
+                played = await play(Path(folder), seed=seed, **options)
+                num_turns = played.calls.total() + len(played.lengths)
+                cpu_s[keeps] = (time.process_time() - cpu) / num_turns
+                wall_s[keeps] = (time.perf_counter() - wall) / num_turns
+        added_s.append(cpu_s[True] - cpu_s[False])
+        waited_s.append(_SIZE * (wall_s[True] - wall_s[False]))  # as many are waited for at once
+    for what, values in {"CPU": added_s, "waiting": waited_s}.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        print(f"a turn's {what}: {middle * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--rollouts", type=int, default=2000)
+    parser.add_argument("--cost", type=int, default=0, help="rounds of the journal's cost alone")
     options = parser.parse_args()
+    if options.cost:
+        anyio.run(_cost, options.cost)
+        return
     anyio.run(_main, options.kills, options.rollouts)
 
 

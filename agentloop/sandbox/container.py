@@ -271,18 +271,9 @@ class DockerBackend:
 
     async def _come_up(self, container: DockerContainer, link: Link) -> None:
         """Until the worker is ready. A container may end before it has connected at all."""
-
-        async def see_end() -> None:
-            try:
-                # no deadline: who waits for the worker has one, and ends this
-                status = (await container.wait())["StatusCode"]
-                link.lose(f"its container ended with status {status}")
-            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-                link.lose(f"its engine went away: {error}")
-
         failed: SandboxUnavailable | None = None
         async with anyio.create_task_group() as group:
-            group.start_soon(see_end)
+            group.start_soon(lose_at_end, container, link.lose)
             try:
                 await wait_ready(link, self._settings.start_timeout_s)
             except SandboxUnavailable as error:  # out of the task group it would come wrapped
@@ -399,6 +390,16 @@ async def create_container(
     finally:
         if made:
             await engine.remove(name)
+
+
+async def lose_at_end(container: DockerContainer, lose: Callable[[str], None]) -> None:
+    """Wait until a started container ends, and call `lose` with the reason."""
+    try:
+        # no deadline: who waits for the container has one, and ends this
+        status = (await container.wait())["StatusCode"]
+        lose(f"its container ended with status {status}")
+    except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+        lose(f"its engine went away: {error}")
 
 
 # What a stream of aiodocker raises where its connection is gone, bare assertions included.

@@ -56,6 +56,16 @@ def make_dir(suffix: str = "") -> Path:
 
 
 @contextlib.contextmanager
+def removed_at_end() -> Iterator[Path]:
+    """Create such a directory, and remove it. Where we are killed, the next pool does."""
+    path = make_dir()
+    try:
+        yield path
+    finally:
+        remove_tree(path)
+
+
+@contextlib.contextmanager
 def is_only_owner(kind: str) -> Iterator[bool]:
     """Hold a lock of this kind; yields whether nobody else of this user holds one. Raises OSError.
 

@@ -6,7 +6,6 @@ network. Each is known by a key that cannot be guessed.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from agentloop.agent.rollout import Budget, Engine
 from agentloop.agent.sessions import ModelSession, ModelSessions, SessionSettings
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox.openapi import add_routes
+from agentloop.sandbox.owner import removed_at_end
 from agentloop.serving.access import ApiGuard, ServeSettings
 from agentloop.serving.answering import Answering
 from agentloop.serving.bare_model import SESSION_ROUTES, BareModel
@@ -81,8 +81,8 @@ async def listening_for_sessions(
     app.on_response_prepare.append(name_request)
     ApiGuard(ServeSettings()).add_to(app)
     runner = runner_of(app, shutdown_timeout_s=1.0)
-    with tempfile.TemporaryDirectory(prefix="agentloop-sessions-") as folder:
-        socket = Path(folder, "model")
+    with removed_at_end() as folder:
+        socket = folder / "model"
         await runner.setup()
         try:
             await web.UnixSite(runner, str(socket)).start()

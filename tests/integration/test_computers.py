@@ -30,6 +30,7 @@ from agentloop.sandbox import (
 )
 from agentloop.sandbox.container import LABEL
 from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import SandboxUnavailable
 from tests.patience import patient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
@@ -489,6 +490,20 @@ async def test_unknown_image_is_named(pool: Pool) -> None:
     with pytest.raises(ProgramUnsupported, match="no-such-image"):
         async with pool.computer("no-such-image"):
             pass
+
+
+async def test_container_that_ends_early_is_not_waited_for(
+    engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill may hit it before it has connected."""
+    monkeypatch.setattr(
+        "agentloop.sandbox.computer.toolbox.command", lambda path: ["/bin/sh", "-c", "exit 3"]
+    )
+    settings = SETTINGS.model_copy(update={"start_timeout_s": 1000.0})
+    async with Pool(settings) as pool:
+        with pytest.raises(SandboxUnavailable, match="ended with status 3"):
+            async with pool.computer():
+                pass
 
 
 async def test_lost_container_is_infrastructure(engine: aiodocker.Docker, box: Computer) -> None:

@@ -41,11 +41,15 @@ async def pool(docker_engine: None, anyio_backend: str) -> AsyncIterator[Pool]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return write_task(tmp_path)
+
+
+def write_task(top: Path) -> Path:
     for name, text in FILES.items():
-        path = tmp_path / "hello" / name
+        path = top / "hello" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return tmp_path
+    return top
 
 
 async def reward_of(pool: Pool, folder: Path, *commands: str, oracle: bool = False) -> Reward:

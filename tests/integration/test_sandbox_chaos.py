@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -232,3 +233,12 @@ async def test_pool_closes_while_its_engine_is_down(engine: PrivateEngine) -> No
     async with Pool(settings_for(engine)):
         pass
     await check_that_nothing_is_left(engine)
+
+
+@pytest.mark.full
+async def test_killed_computers_leave_and_share_nothing(private: PrivateEngine) -> None:
+    """Some rounds of the command, in a pid namespace, since much is killed."""
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [*apart, sys.executable, "-m", "tests.integration.killed_computers", "--num", "40"]
+    done = await anyio.run_process(command, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()

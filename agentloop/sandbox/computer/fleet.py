@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -293,12 +293,13 @@ class Fleet:
                 async with self.engine.docker._query(
                     "events", params={"filters": filters}, timeout=endless
                 ) as events:
-                    # no deadline: events come while the engine runs
-                    async for line in events.content:
-                        name = orjson.loads(line)["Actor"]["Attributes"]["name"]
-                        for machine in self.machines:
-                            if machine.name == name:
-                                machine.channel.note_oom()
+                    with closing(events):
+                        # no deadline: events come while the engine runs
+                        async for line in events.content:
+                            name = orjson.loads(line)["Actor"]["Attributes"]["name"]
+                            for machine in self.machines:
+                                if machine.name == name:
+                                    machine.channel.note_oom()
             await anyio.sleep(WATCH_EVERY_S)  # the engine is away
 
     async def _measure(self, machine: ComputerMachine) -> None:

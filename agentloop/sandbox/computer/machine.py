@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from aiodocker.containers import DockerContainer
 from anyio.abc import ByteStream, SocketListener, TaskGroup
 
 from agentloop.sandbox.backend import read_profile
@@ -43,7 +44,13 @@ from agentloop.sandbox.computer.proxy import (
     GuestSockets,
     serving,
 )
-from agentloop.sandbox.container import NEVER_ENDED, ContainerEngine, create_container, walls
+from agentloop.sandbox.container import (
+    NEVER_ENDED,
+    ContainerEngine,
+    create_container,
+    lose_at_end,
+    walls,
+)
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.owner import make_dir
 from agentloop.sandbox.protocol import JsonObject
@@ -218,7 +225,6 @@ async def start_machine(
         inner = outer / "socket"
         inner.mkdir(mode=0o755)
         path = inner / "computer"
-        loop = asyncio.get_running_loop()
         server = socket.socket(socket.AF_UNIX)
         try:
             server.setblocking(False)
@@ -234,16 +240,13 @@ async def start_machine(
                         create_container(engine, container_config, id, "computer")
                     )
                     await container.start()
-                    with anyio.move_on_after(settings.start_timeout_s):
-                        connection, _ = await loop.sock_accept(server)
-                        await loop.connect_accepted_socket(lambda: channel, connection)
-                        sockets = GuestSockets((await loop.sock_accept(server))[0])
-                        stack.callback(sockets.close)
-                        await channel.ready_or_lost.wait()
-                if not channel.ready_or_lost.is_set() or channel.disconnected.is_set():
+                    sockets = await _meet(
+                        stack, container, server, channel, settings.start_timeout_s
+                    )
+                if sockets is None or channel.disconnected.is_set():
                     raise SandboxUnavailable(
-                        f"a computer of {spec.image} did not start: its first process has ended, "
-                        f"or was not ready within {settings.start_timeout_s:g} s"
+                        f"a computer of {spec.image} did not start: "
+                        f"{channel.why or 'its first process has ended'}"
                     )
                 server.close()  # before anything else runs inside
                 shutil.rmtree(outer)
@@ -262,3 +265,38 @@ async def start_machine(
     finally:
         channel.lose("it was closed")
         shutil.rmtree(outer, ignore_errors=True)
+
+
+async def _meet(
+    stack: AsyncExitStack,
+    container: DockerContainer,
+    server: socket.socket,
+    channel: ComputerChannel,
+    timeout_s: float,
+) -> GuestSockets | None:
+    """Wait until the first process of a container is ready; return the sockets of its network.
+
+    If the container ends instead, which its connection cannot tell, the channel is lost.
+    """
+    loop = asyncio.get_running_loop()
+    sockets: GuestSockets | None = None
+
+    def lose(why: str) -> None:
+        channel.lose(why)
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(lose_at_end, container, lose)
+        try:
+            with anyio.fail_after(timeout_s):
+                connection, _ = await loop.sock_accept(server)
+                await loop.connect_accepted_socket(lambda: channel, connection)
+                sockets = GuestSockets((await loop.sock_accept(server))[0])
+                stack.callback(sockets.close)
+                await channel.ready_or_lost.wait()
+        except TimeoutError:
+            channel.lose(f"it was not ready within {timeout_s:g} s")
+        except OSError as error:  # out of the task group it would come wrapped
+            channel.lose(str(error))
+        group.cancel_scope.cancel()
+    return sockets
