@@ -46,7 +46,6 @@ from agentloop.inference.processes.supervise import ServerSettings, sglang_serve
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
-from agentloop.inference.sglang.frames import OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.plain_json import JsonObject
@@ -74,28 +73,10 @@ class _Logged(SGLangServer):
     """Records the requests made by the rollout of the current task, in order."""
 
     async def generate(
-        self,
-        ids: Sequence[int],
-        params: dict[str, Any],
-        *,
-        rid: str,
-        on_chunk: OnChunk,
-        rank: int | None = None,
-        num_top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        kept_ids: bool = False,
+        self, ids: Sequence[int], params: dict[str, Any], *, rid: str, **options: Any
     ) -> None:
         _rids.get().append(rid)
-        await super().generate(
-            ids,
-            params,
-            rid=rid,
-            on_chunk=on_chunk,
-            rank=rank,
-            num_top_logprobs=num_top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            kept_ids=kept_ids,
-        )
+        await super().generate(ids, params, rid=rid, **options)
 
 
 async def _latency(options: argparse.Namespace) -> dict[str, Any]:

@@ -42,8 +42,8 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.open_group import OpenGroup
 from agentloop.rollouts.player import EnvironmentPlayer
-from agentloop.rollouts.progress import GroupProgress
 from agentloop.rollouts.record import RolloutRecord
 from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
@@ -217,13 +217,13 @@ async def _live(
     async with Grader() as grader, GroupQueue.open(folder / "queue.sqlite") as queue:
         if not await queue.open_groups():
             await queue.admit(task, version=0, cursor={})
-        progress = GroupProgress()
+        opened = OpenGroup()
         if keeps:
-            progress = GroupProgress(
-                partial(queue.kept.add, number), await queue.kept.of_group(number)
+            opened = OpenGroup(
+                partial(queue.rolled_out.add, number), await queue.rolled_out.of_group(number)
             )
         player = EnvironmentPlayer(environment, host, sampling=Sampling())
-        request = GroupRequest(task, f"{number}-t", _SIZE, _BUDGET, progress=progress)
+        request = GroupRequest(task, f"{number}-t", _SIZE, _BUDGET, open_group=opened)
 
         async def kill() -> None:
             await host.engine.killed.wait()

@@ -91,7 +91,7 @@ class TurnJournal:
 
 
 class Journals(Protocol):
-    """Keeps what happens in a rollout; implemented by `agentloop.rollouts.progress`."""
+    """Keeps what happens in a rollout; implemented by `agentloop.rollouts.open_group`."""
 
     @property
     def elapsed_s(self) -> float:

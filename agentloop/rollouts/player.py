@@ -259,7 +259,7 @@ class EnvironmentPlayer:
         if request.purpose is Purpose.TRAIN:
             sampling = sampling.for_training()
         siblings = Siblings(name, prompt_ids)
-        progress, is_kept = request.progress, self._environment.replayable
+        opened, is_kept = request.open_group, self._environment.replayable
         counts: dict[str, int] = {}
 
         def emit_labelled(event: Event) -> None:
@@ -283,12 +283,12 @@ class EnvironmentPlayer:
                     with_text=self._with_text,
                     grade=partial(self._grader.score, task=task) if self._grader else None,
                     siblings=siblings,
-                    journals=progress.rollout(f"{name}.{index}") if is_kept else None,
+                    journals=opened.rollout(f"{name}.{index}") if is_kept else None,
                 ),
                 budget.timeout_s,
                 on_end,
                 counts,
-                progress.ended(f"{name}.{index}"),
+                opened.ended(f"{name}.{index}"),
             )
             for index in range(request.size)
         ]

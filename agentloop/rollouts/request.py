@@ -15,7 +15,7 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
-from agentloop.rollouts.progress import GroupProgress
+from agentloop.rollouts.open_group import OpenGroup
 
 WaitForCapacity = Callable[[int], Awaitable[None]]
 """Waits for the capacity to start a group of this many rollouts, before its task is chosen."""
@@ -38,7 +38,7 @@ class GroupRequest:
         budget: limits of each of them.
         oldest: oldest version of the weights that may sample rollouts to train on.
         queued: set when the group waits for capacity, so that the next one may be admitted.
-        progress: keeps what has been rolled out of it.
+        open_group: keeps what has been rolled out of it.
     """
 
     task: Task
@@ -48,9 +48,9 @@ class GroupRequest:
     oldest: int = 0
     purpose: Purpose = Purpose.EVALUATE
     queued: anyio.Event = field(default_factory=anyio.Event, compare=False)
-    progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
+    open_group: OpenGroup = field(default_factory=OpenGroup, compare=False)
 
     def __reduce__(self) -> tuple[type[GroupRequest], tuple[object, ...]]:
-        """Pickle without the event and the progress: another process has none of ours."""
+        """Pickle without the event and the open group: another process has none of ours."""
         fields = (self.task, self.name, self.size, self.budget, self.oldest, self.purpose)
         return GroupRequest, fields

@@ -148,11 +148,11 @@ class GroupRunner:
         self._emit(GroupStarted(name, task.id, task.prompt, task.answer, size, is_chosen))
         finished = GroupFinished(name, is_chosen=is_chosen)
 
-        progress = request.progress
+        opened = request.open_group
 
         async def score(rollout: RolloutRecord) -> None:
             started = time.monotonic()
-            if progress.ended(rollout.id) is not rollout:
+            if opened.ended(rollout.id) is not rollout:
                 rollout.reward = await self._reward(task, rollout, flaw_of)
             assert rollout.reward is not None
             if judge is not None and rollout.reward.value is not None:
@@ -160,7 +160,7 @@ class GroupRunner:
             reward = rollout.reward
             if reward.value is None and rollout.no_reward is None:
                 rollout.no_reward = NoReward.NOT_GIVEN
-            await progress.keep_rollout(rollout)
+            await opened.keep_rollout(rollout)
             verdict = reward.value, reward.answer, reward.reason
             seconds = time.monotonic() - started
             for trajectory in rollout.all_trajectories:

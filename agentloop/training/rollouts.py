@@ -178,7 +178,7 @@ class Rollouts:
                 trained.group.outage,
             )
             await anyio.sleep(pause_s)
-            request.progress.start_anew()
+            request.open_group.start_anew()
             trained = await self._run(request)
         if (outage := trained.group.outage) is not None:
             times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""

@@ -39,7 +39,7 @@ class Interrupted:
 
     @classmethod
     def of(cls, num_groups: int, kept: Sequence[tuple[int, str, bool]]) -> Interrupted:
-        """Count the rollouts, from what `KeptRows.conversations` returns of the groups."""
+        """Count the rollouts, from what `OpenGroups.conversations` returns of the groups."""
         ended = {rollout_of(conversation) for _, conversation, has_ended in kept if has_ended}
         begun = {rollout_of(conversation) for _, conversation, _ in kept}
         return cls(num_groups, len(ended), len(begun - ended))
@@ -122,7 +122,7 @@ class GroupBuffer:
         opened = [*filter(is_ours, await self._queue.open_groups())]
         again += opened
         numbers = {group.number for group in opened}
-        kept = [row for row in await self._queue.kept.conversations() if row[0] in numbers]
+        kept = [row for row in await self._queue.rolled_out.conversations() if row[0] in numbers]
         self._begun = {number for number, *_ in kept}
         self._readmitted = deque(sorted(again, key=lambda group: group.number))
         self._complete_s = None

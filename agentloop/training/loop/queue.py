@@ -6,7 +6,7 @@
 The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
 the method returns. The rollouts of a group are in a separate file, which is complete before the
 journal refers to it; the journal holds its path and its metrics. What an open group has rolled out
-so far is kept in the journal itself (rollouts/progress.py). With a lease, the outcomes of its
+so far is kept in the journal itself (rollouts/open_group.py). With a lease, the outcomes of its
 groups are recorded, from which the solve rates of tasks follow (curriculum.py).
 
 A step leases its groups before the learner sees them and acknowledges them once the step is in a
@@ -36,7 +36,7 @@ from agentloop.errors import RunFolderError
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.loop.curriculum import GroupOutcome
-from agentloop.training.loop.kept import SCHEMA, KeptRows, drop
+from agentloop.training.loop.open_groups import SCHEMA, OpenGroups, drop
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
 
@@ -176,7 +176,7 @@ class GroupQueue:
     transaction or done nothing.
 
     Attributes:
-        kept: what open groups have rolled out so far.
+        rolled_out: what open groups have rolled out so far.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
@@ -184,7 +184,7 @@ class GroupQueue:
         self._path = path
         self._lock = anyio.Lock()
         self._num_bytes = 0
-        self.kept = KeptRows(lambda work: self._transaction(work))
+        self.rolled_out = OpenGroups(lambda work: self._transaction(work))
 
     @classmethod
     @asynccontextmanager
@@ -201,7 +201,7 @@ class GroupQueue:
             queue._num_bytes = await queue._transaction(_finished_bytes)
             try:
                 async with anyio.create_task_group() as writing:
-                    writing.start_soon(queue.kept.write)
+                    writing.start_soon(queue.rolled_out.write)
                     yield queue
                     writing.cancel_scope.cancel()
             except BaseExceptionGroup as group:  # of the one error that ended the block

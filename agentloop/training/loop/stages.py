@@ -24,7 +24,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import problem_of
 from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.progress import GroupProgress
+from agentloop.rollouts.open_group import OpenGroup
 from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.loop.batch_trainer import BatchTrainer
 from agentloop.training.loop.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
@@ -183,9 +183,9 @@ class StageRunner:
                         self._budget,
                         group.version,
                         Purpose.TRAIN,
-                        progress=GroupProgress(
-                            partial(self._run.queue.kept.add, group.number),
-                            await self._run.queue.kept.of_group(group.number),
+                        open_group=OpenGroup(
+                            partial(self._run.queue.rolled_out.add, group.number),
+                            await self._run.queue.rolled_out.of_group(group.number),
                         ),
                     )
                     groups.start_soon(self._roll_out, group, request)

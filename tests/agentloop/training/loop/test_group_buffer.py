@@ -226,10 +226,10 @@ def test_slots_and_journal_agree_also_after_a_restart(
 async def test_group_of_which_something_was_kept_has_its_version(tmp_path: Path) -> None:
     async with opened(tmp_path, max_staleness=1) as (buffer, queue):
         groups = [await buffer.admit() for _ in range(3)]
-        await queue.kept.add(groups[0].number, "1-t.0", -1, {})
-        await queue.kept.add(groups[0].number, "1-t.1", 0, {})
-        await queue.kept.add(groups[0].number, "1-t.1+1", 0, {})
-        await queue.kept.add(groups[1].number, "2-t.0", 0, {})
+        await queue.rolled_out.add(groups[0].number, "1-t.0", -1, {})
+        await queue.rolled_out.add(groups[0].number, "1-t.1", 0, {})
+        await queue.rolled_out.add(groups[0].number, "1-t.1+1", 0, {})
+        await queue.rolled_out.add(groups[1].number, "2-t.0", 0, {})
     for live, versions in ((1, [0, 0, 1]), (3, [3, 3, 3])):
         async with GroupQueue.open(tmp_path / "queue.sqlite") as queue:
             buffer = GroupBuffer(
@@ -242,7 +242,7 @@ async def test_group_of_which_something_was_kept_has_its_version(tmp_path: Path)
             assert "1 rollout had ended" in interrupted.in_words(4)
             assert "2 go on after their last turn, and 9 start anew" in interrupted.in_words(4)
             assert [(await buffer.admit()).version for _ in range(3)] == versions
-            assert bool(await queue.kept.conversations()) is (live == 1)
+            assert bool(await queue.rolled_out.conversations()) is (live == 1)
 
 
 async def test_journal_without_kept_rollouts_is_resumed(tmp_path: Path) -> None:
@@ -252,5 +252,5 @@ async def test_journal_without_kept_rollouts_is_resumed(tmp_path: Path) -> None:
         earlier.execute("DROP TABLE kept")
     async with opened(tmp_path) as (buffer, queue):
         group = await buffer.admit()
-        assert await queue.kept.of_group(group.number) == []
+        assert await queue.rolled_out.of_group(group.number) == []
         await finish(buffer, group)

@@ -1,4 +1,4 @@
-"""What open groups have rolled out so far, in the run's journal (rollouts/progress.py)."""
+"""What open groups have rolled out so far, in the run's journal (rollouts/open_group.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import anyio
 
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
-from agentloop.rollouts.progress import KeptRow
+from agentloop.rollouts.open_group import OpenGroupRow
 
-__all__ = ["SCHEMA", "KeptRows", "drop"]
+__all__ = ["SCHEMA", "OpenGroups", "drop"]
 
 # Journals of the same format that were written earlier lack the table.
 SCHEMA = """
@@ -40,7 +40,7 @@ class _Batch:
     error: RunFolderError | None = None
 
 
-class KeptRows:
+class OpenGroups:
     """Rows of open groups, which are dropped when their groups end."""
 
     def __init__(
@@ -82,15 +82,15 @@ class KeptRows:
         if batch.error is not None:
             raise RunFolderError(str(batch.error)) from batch.error
 
-    async def of_group(self, number: int) -> list[KeptRow]:
+    async def of_group(self, number: int) -> list[OpenGroupRow]:
         """Return the rows of a group, in the order of their turns."""
         query = "SELECT conversation, turn, value FROM kept WHERE number = ? ORDER BY 1, 2"
 
-        def work(db: sqlite3.Connection) -> list[KeptRow]:
+        def work(db: sqlite3.Connection) -> list[OpenGroupRow]:
             rows = db.execute(query, (number,)).fetchall()
             return [(key, turn, loads(zlib.decompress(value))) for key, turn, value in rows]
 
-        rows: list[KeptRow] = await self._transact(work)
+        rows: list[OpenGroupRow] = await self._transact(work)
         return rows
 
     async def conversations(self) -> list[tuple[int, str, bool]]:

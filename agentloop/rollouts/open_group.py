@@ -20,12 +20,12 @@ from agentloop.plain_json import JsonObject
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import rollout_of
 
-__all__ = ["GroupProgress", "Keep", "KeptRow", "RolloutProgress"]
+__all__ = ["Keep", "OpenGroup", "OpenGroupRow", "OpenRollout"]
 
 _ENDED = -1  # in place of a turn's number: the record of a rollout
 _NOT_KEPT = (NoReward.INFRASTRUCTURE, NoReward.STOPPED, NoReward.CANCELLED)
 
-KeptRow = tuple[str, int, JsonObject]
+OpenGroupRow = tuple[str, int, JsonObject]
 """The id of a conversation, the number of a turn, and what was kept of it."""
 
 
@@ -35,10 +35,10 @@ class Keep(Protocol):
     async def __call__(self, conversation: str, turn: int, value: object) -> None: ...
 
 
-class GroupProgress:
+class OpenGroup:
     """The scored rollouts and the finished turns of an open group."""
 
-    def __init__(self, keep: Keep | None = None, kept: Iterable[KeptRow] = ()) -> None:
+    def __init__(self, keep: Keep | None = None, kept: Iterable[OpenGroupRow] = ()) -> None:
         """
         Args:
             keep: keeps a row of the group; None: nothing is kept.
@@ -57,12 +57,12 @@ class GroupProgress:
         """Return the record of a rollout that was scored before a kill."""
         return self._ended.get(rollout)
 
-    def rollout(self, id: str) -> RolloutProgress | None:
+    def rollout(self, id: str) -> OpenRollout | None:
         """Return what is kept of a rollout's turns; None: nothing is kept."""
         if self._keep is None:
             return None
         of_rollout = {key: rows for key, rows in self._turns.items() if rollout_of(key) == id}
-        return RolloutProgress(self._keep, of_rollout)
+        return OpenRollout(self._keep, of_rollout)
 
     def start_anew(self) -> None:
         """Repeat no turns any more, since all rollouts were lost."""
@@ -80,7 +80,7 @@ class GroupProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutProgress:
+class OpenRollout:
     """The finished turns of a rollout (`Journals`).
 
     Attributes:
