@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -188,3 +189,51 @@ def test_careful_server_does_not_overflow() -> None:
 def test_job_that_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="a is larger than the pool"):
         ServerModel(PARAMS).submit(job("a", 800, 200), 0.0)
+
+
+def test_what_the_device_evicts_is_loaded_from_the_host() -> None:
+    """Three contexts of 400 tokens do not fit into 1,000; the host has room for them."""
+    jobs = [(10.0 * number, job(f"{'abca'[number]}.{number}", 300, 100)) for number in range(4)]
+    jobs[-1] = (30.0, job("a.3", 401, 10))
+
+    def run_with(host_capacity: int) -> ServerModel:
+        server = ServerModel(replace(PARAMS, host_capacity=host_capacity))
+        ended = run(server, [(when, replace(next_job)) for when, next_job in jobs])
+        assert len(ended) == 4
+        returned = next(ended_job for ended_job in ended if ended_job.name == "a.3")
+        assert returned.num_cached == (400 if host_capacity >= 1200 else 200)
+        return server
+
+    assert run_with(2000).num_prefilled == run_with(0).num_prefilled - 200
+
+
+def test_a_pinned_context_is_not_given_to_new_requests_until_its_time_is_over() -> None:
+    def start_of_large(until_s: float) -> float:
+        server = ServerModel(replace(PARAMS, is_program_fcfs=True))
+        server.submit(job("a.1", 300, 100), 0.0)
+        while server.next_s < math.inf:
+            server.advance()
+        server.pin("a", until_s)
+        server.submit(replace(job("b.1", 50, 200), max_new=200), 10.0)
+        large = replace(job("c.1", 560, 10), max_new=20)
+        server.submit(large, 10.0)
+        while server.next_s < math.inf:
+            server.advance()
+        return large.first_token_s
+
+    assert start_of_large(0.0) < 10.5
+    assert start_of_large(11.0) > 11.0
+
+
+def test_requests_go_in_the_order_of_their_programs() -> None:
+    server = ServerModel(replace(PARAMS, max_running=1, is_program_fcfs=True))
+    jobs = [
+        replace(job(f"{name}.1", 50, 20), order=order)
+        for name, order in zip("abc", (1, 3, 2), strict=True)
+    ]
+    for submitted in jobs:
+        server.submit(submitted, 0.0)
+    ended = []
+    while server.next_s < math.inf:
+        ended += [ended_job.name for ended_job in server.advance()]
+    assert ended == ["a.1", "c.1", "b.1"]
