@@ -711,7 +711,7 @@ def main() -> None:
         "--target",
         type=float,
         default=defaults.admission.target,
-        help="fraction of the KV capacity that kv's rollouts may use at their peak",
+        help="multiple of the KV cache that kv's rollouts may use at their peak; at 4 some pause",
     )
     parser.add_argument("--retract", choices=("half", "needed"), default="needed")
     parser.add_argument(
@@ -738,7 +738,12 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.policies) - {*POLICIES, *EMULATED}:
         parser.error(f"no policy {sorted(unknown)}")
-    sessions = read_sessions(args.sessions) if args.sessions else []
+    sessions: list[RolloutSpec] = []
+    if args.sessions:
+        try:
+            sessions = read_sessions(args.sessions)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     options = Options(
         num_servers=args.servers,
         params=ServerParams(
