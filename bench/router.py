@@ -8,9 +8,8 @@ Ledger, placement, queue and admission are those of the runtime; the servers are
 (bench/server_model.py) and the clock is virtual. Every policy gets the same rollouts.
 
 `kv` queues requests until they fit and admits groups by capacity. The others send everything at
-once, which is all rollouts at the start, as gateways do; `--in-flight N` limits them to N rollouts
-per server, and `--queue` gives them our queue and admission, which separates the effect of
-placement from that of waiting.
+once, which is all rollouts at the start, as gateways do; `--queue` gives them our queue and
+admission, which separates the effect of placement from that of waiting.
 
 `cache_aware` is an emulation of the published behaviour of sglang-router 0.3.2 and smg 1.13, not
 those programs: it chooses the worker whose record of past prompts matches best (more than 0.3 of
@@ -154,20 +153,12 @@ def _session(row: Any) -> RolloutSpec:
             raise ValueError("each rollout needs a turn, and each turn a sampled token")
         return RolloutSpec(str(row["group"]), int(row["prompt_tokens"]), tuple(turns))
     record = row.get("trajectory", row)
-    prompt, recorded = (
-        record["prompt_ids"],
-        [turn for turn in record["turns"] if turn["output_ids"]],
-    )
-    # The wait after a turn lasts until the request of the next one, the tools' time included.
-    starts = [turn["started_s"] for turn in recorded[1:]] + [math.inf]
-    turns = [
-        TurnSpec(
-            len(turn["output_ids"]),
-            len(turn["observation_ids"]),
-            0.0 if next_s == math.inf else max(0.0, next_s - turn["generated_s"]),
-        )
-        for turn, next_s in zip(recorded, starts, strict=False)
-    ]
+    prompt, played = record["prompt_ids"], [turn for turn in record["turns"] if turn["output_ids"]]
+    turns = []
+    for turn, later in zip(played, [*played[1:], None], strict=True):
+        # It waits until the request of the next turn, for tools and for whatever else.
+        wait_s = max(0.0, later["started_s"] - turn["generated_s"]) if later else 0.0
+        turns.append(TurnSpec(len(turn["output_ids"]), len(turn["observation_ids"]), wait_s))
     shared = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
     return RolloutSpec(f"{row.get('group', '')} {shared}", len(prompt), tuple(turns))
 
@@ -187,7 +178,6 @@ class Options:
     report_lag_s: float = 1.0
     budget: int = 12_288
     wait_timeout_s: float = 600.0
-    in_flight: int = 0  # maximum number of rollouts per server; 0: no limit
     has_queue: bool = False  # queue and admission for every policy, not for `kv` alone
 
 
@@ -302,7 +292,6 @@ class Simulation:
         )
         self._left = {group: len(specs) for group, specs in groups.items()}
         self._num_open = len(trace)
-        self._num_started = 0
         self._ttft: list[float] = []
         self._turn_ttft: list[float] = []
         self._ttft_by_prompt: dict[str, list[float]] = {label: [] for label in _LABELS}
@@ -359,7 +348,6 @@ class Simulation:
             group = self._source.popleft()
             self.admission.start()
             for rollout in group:
-                self._num_started += 1
                 self.admission.forecast.start(rollout.key)
                 self._ask(rollout, ready_s=0.0)
 
@@ -369,11 +357,7 @@ class Simulation:
             capacity = sum(pool.capacity + pool.host_capacity for pool in pools)
             group = self._source[0]
             return self.admission.may_start(capacity, len(group), group[0].spec.num_prompt)
-        max_in_flight = self.options.in_flight * self.options.num_servers
-        num_running = self._num_started - len(self._ended_s)
-        return not max_in_flight or num_running + len(self._source[0]) <= max(
-            max_in_flight, len(self._source[0])
-        )
+        return True
 
     def _ask(self, rollout: _Rollout, *, ready_s: float) -> None:
         rollout.asked_s = ready_s
@@ -703,9 +687,6 @@ def main() -> None:
     parser.add_argument(
         "--capacity", type=int, default=defaults.params.capacity, help="KV tokens per server"
     )
-    parser.add_argument(
-        "--in-flight", type=int, default=0, help="maximum number of rollouts per server; not for kv"
-    )
     parser.add_argument("--queue", action="store_true", help="queue and admission for every policy")
     parser.add_argument(
         "--target",
@@ -713,26 +694,12 @@ def main() -> None:
         default=defaults.admission.target,
         help="multiple of the KV cache that kv's rollouts may use at their peak; at 4 some pause",
     )
-    parser.add_argument("--retract", choices=("half", "needed"), default="needed")
-    parser.add_argument(
-        "--conservativeness", type=float, default=1.0, help="SGLang's --schedule-conservativeness"
-    )
     parser.add_argument(
         "--host-cache",
         type=float,
         default=0.0,
         metavar="RATIO",
         help="KV capacity of each server's host memory, relative to the device's (SGLang: 2)",
-    )
-    parser.add_argument(
-        "--costs-off",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="factor by which kv's estimate of the prefill's cost is wrong",
-    )
-    parser.add_argument(
-        "--lag-s", type=float, default=defaults.report_lag_s, help="delay of reports"
     )
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     args = parser.parse_args()
@@ -748,14 +715,9 @@ def main() -> None:
         num_servers=args.servers,
         params=ServerParams(
             capacity=args.capacity,
-            retract_half=args.retract == "half",
             host_capacity=int(args.host_cache * args.capacity),
-            conservativeness=args.conservativeness,
         ),
-        costs=Costs(prefill_s_per_token=args.costs_off * Costs().prefill_s_per_token),
         admission=AdmissionLimits(target=args.target),
-        report_lag_s=args.lag_s,
-        in_flight=args.in_flight,
         budget=max((spec.num_own for spec in sessions), default=defaults.budget),
         has_queue=args.queue,
     )

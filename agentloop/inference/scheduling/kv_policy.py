@@ -128,15 +128,16 @@ class KVPolicy:
         prefill_s, load_s = costs.prefill_s_per_token, costs.load_s_per_token
         wait_s = evict_s = 0.0
         if not fits:
-            # What its host can bring back is cheap to evict.
-            is_impatient = waited_s > self._starvation_threshold_s or pool.host_capacity > 0
-            may_evict = (is_impatient and need <= free + kept) or (
+            # Its host would bring back what it evicts; otherwise a long wait justifies that.
+            evicts_kept = pool.host_capacity > 0 or waited_s > self._starvation_threshold_s
+            may_evict = (evicts_kept and need <= free + kept) or (
                 not batch and need <= pool.capacity
             )
             if has_room and may_evict:
                 again_s = load_s if pool.host_capacity else prefill_s
                 fits, evict_s = True, again_s * (1 + batch) * min(need - free, kept)
             elif has_room and pool is affinity:
+                # It grows while nothing is freed, until moving costs less.
                 wait_s = (need - free) / max(1.0, pool.freed_per_s(now_s))
             else:
                 return Candidate(pool.rank, False, free, need, cached, batch)
