@@ -155,7 +155,7 @@ def _session(row: Any) -> RolloutSpec:
     record = row.get("trajectory", row)
     prompt, played = record["prompt_ids"], [turn for turn in record["turns"] if turn["output_ids"]]
     turns = []
-    for turn, later in zip(played, [*played[1:], None], strict=True):
+    for turn, later in zip(played, [*played[1:], None], strict=False):
         # It waits until the request of the next turn, for tools and for whatever else.
         wait_s = max(0.0, later["started_s"] - turn["generated_s"]) if later else 0.0
         turns.append(TurnSpec(len(turn["output_ids"]), len(turn["observation_ids"]), wait_s))
@@ -227,10 +227,6 @@ class _CacheAware:
         self._seen[chosen][request.key] = request.num_tokens
         self._seen[chosen]["group " + request.group] = request.num_shared
         return chosen
-
-
-def _label(turn: int, num_prompt: int) -> str:
-    return _LABELS[1 + bisect_right(_BINS, num_prompt)] if turn else _LABELS[0]
 
 
 @dataclass(slots=True)
@@ -497,7 +493,8 @@ class Simulation:
         self._dirty = True
         ttft = job.first_token_s - rollout.asked_s
         self._ttft.append(ttft)
-        self._ttft_by_prompt[_label(rollout.turn, job.num_prompt)].append(ttft)
+        bin_of_prompt = 1 + bisect_right(_BINS, job.num_prompt) if rollout.turn else 0
+        self._ttft_by_prompt[_LABELS[bin_of_prompt]].append(ttft)
         if rollout.turn:
             self._turn_ttft.append(ttft)
         self._num_prompt += job.num_prompt

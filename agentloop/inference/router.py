@@ -63,12 +63,6 @@ class RouterSettings(pydantic.BaseModel):
     wait_timeout_s: float = pydantic.Field(
         600.0, gt=0, description="Time that a turn may wait for KV capacity before it fails."
     )
-    kv_target: float = pydantic.Field(
-        1.0,
-        gt=0,
-        description="Groups start while the predicted peak of all that run is below this multiple "
-        "of the KV cache. With 4, a batch ends sooner, but its turns wait for minutes.",
-    )
     max_migrations: int = pydantic.Field(
         4,
         ge=0,
@@ -123,7 +117,7 @@ class Router:
         self._policy = KVPolicy(self._ledger)
         self._queue: WaitQueue[_Request] = WaitQueue()
         self.gate = GroupGate(
-            Admission(AdmissionLimits(settings.kv_target), Forecast(longest=longest)),
+            Admission(AdmissionLimits(), Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
         )
         self.replicas = Replicas(

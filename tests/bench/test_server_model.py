@@ -205,35 +205,3 @@ def test_what_the_device_evicts_is_loaded_from_the_host() -> None:
         return server
 
     assert run_with(2000).num_prefilled == run_with(0).num_prefilled - 200
-
-
-def test_a_pinned_context_is_not_given_to_new_requests_until_its_time_is_over() -> None:
-    def start_of_large(until_s: float) -> float:
-        server = ServerModel(replace(PARAMS, is_program_fcfs=True))
-        server.submit(job("a.1", 300, 100), 0.0)
-        while server.next_s < math.inf:
-            server.advance()
-        server.pin("a", until_s)
-        server.submit(replace(job("b.1", 50, 200), max_new=200), 10.0)
-        large = replace(job("c.1", 560, 10), max_new=20)
-        server.submit(large, 10.0)
-        while server.next_s < math.inf:
-            server.advance()
-        return large.first_token_s
-
-    assert start_of_large(0.0) < 10.5
-    assert start_of_large(11.0) > 11.0
-
-
-def test_requests_go_in_the_order_of_their_programs() -> None:
-    server = ServerModel(replace(PARAMS, max_running=1, is_program_fcfs=True))
-    jobs = [
-        replace(job(f"{name}.1", 50, 20), order=order)
-        for name, order in zip("abc", (1, 3, 2), strict=True)
-    ]
-    for submitted in jobs:
-        server.submit(submitted, 0.0)
-    ended = []
-    while server.next_s < math.inf:
-        ended += [ended_job.name for ended_job in server.advance()]
-    assert ended == ["a.1", "c.1", "b.1"]
