@@ -26,7 +26,7 @@ _Priority = tuple[int, int, int, float, str]
 
 
 class Stage(IntEnum):
-    """What a request interrupts while it waits; the first goes first."""
+    """State of the trajectory of a request; the first goes first."""
 
     MOVED = 0  # a turn that has begun on a server that failed
     CACHED = 1  # a trajectory whose context is kept in a cache
