@@ -124,8 +124,7 @@ def make_trace(
 
 
 def read_sessions(path: Path) -> list[RolloutSpec]:
-    """Read recorded rollouts; see the module's docstring. Those without a sampled token are left
-    out.
+    """Read recorded rollouts, without those that sampled no token; see the module's docstring.
 
     Raises:
         ValueError: A line is invalid, the message names it, or there is no rollout.
