@@ -2,34 +2,36 @@
 
     python -m bench.router                                     4 servers, every policy, 3 seeds
     python -m bench.router --servers 64 --groups 512 --policies static,sticky_least_loaded,kv
-    python -m bench.router --trace rollouts.jsonl --json out.json
+    python -m bench.router --sessions runs/latest --capacity 65536 --policies kv,cache_aware
 
 Ledger, placement, queue and admission are those of the runtime; the servers are models
 (bench/server_model.py) and the clock is virtual. Every policy gets the same rollouts.
 
 `kv` queues requests until they fit and admits groups by capacity. The others send everything at
-once, which is all rollouts at the start, as gateways do; `--in-flight N` limits them to N rollouts
-per server, and `--queue` gives them our queue and admission, which separates the effect of
-placement from that of waiting.
+once, which is all rollouts at the start, as gateways do; `--queue` gives them our queue and
+admission, which separates the effect of placement from that of waiting.
 
 `cache_aware` is an emulation of the published behaviour of sglang-router 0.3.2 and smg 1.13, not
 those programs: it chooses the worker whose record of past prompts matches best (more than 0.3 of
 the prompt; else the one with the fewest requests), unless the numbers of requests in flight differ
 by more than 64 and by a factor of more than 1.5: then the one with the fewest. It knows what it
 sent, but nothing of the cache and its evictions. Their power_of_two is ours, with exact counts.
+`thunder_agent` is bench/thunder_agent.py; `--host-cache` gives servers SGLang's hierarchical cache.
 
-A trace is a file of one JSON object per line, one line per rollout:
+`--sessions` replays recorded rollouts instead, token for token: a run's folder, or a JSONL file
+with lines of its trajectories/, of `Trajectory.to_dict`, or, for traffic of others,
 
     {"group": "g1", "prompt_tokens": 812, "turns": [[output, tool, wait], ...]}
 
-with the tokens that a turn samples, the tokens of the tool's response after it, and the seconds
-that the tool takes; the last turn's tool is not run. Rollouts of one group share their prompt.
+with the tokens that a turn samples, those that follow it, and the seconds until the next turn.
+Recorded rollouts share a prompt if their group and all its ids are the same.
 
 No scheduler can beat the bound, even if it knows all lengths: see `lower_bound_s`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import json
@@ -38,10 +40,12 @@ import random
 import statistics
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
@@ -49,12 +53,15 @@ from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
-from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from agentloop.inference.scheduling.wait_queue import Stage, Waiting, WaitQueue
 from bench.command import numbers, parser_for, quantile, words
 from bench.gateway_policies import POLICIES, GatewayPolicy, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
+from bench.thunder_agent import ThunderAgent
 
-EMULATED = ("cache_aware",)
+EMULATED = ("cache_aware", ThunderAgent.name)
+_BINS = (2048, 4096, 8192)  # bounds of prompts' lengths
+_LABELS = ("first turn", *(f"later, under {bound}" for bound in _BINS), "later, longer")
 _MEDIAN_TURN = 900  # tokens; this gives about 5,000 per rollout in `make_trace`
 
 
@@ -77,6 +84,10 @@ class RolloutSpec:
     @property
     def num_output(self) -> int:
         return sum(turn.num_output for turn in self.turns)
+
+    @property
+    def num_own(self) -> int:
+        return sum(turn.num_output + turn.num_tool for turn in self.turns)
 
 
 def make_trace(
@@ -112,25 +123,43 @@ def make_trace(
     return trace
 
 
-def read_trace(path: Path) -> list[RolloutSpec]:
-    """Read a trace; see the module's docstring.
+def read_sessions(path: Path) -> list[RolloutSpec]:
+    """Read recorded rollouts, without those that sampled no token; see the module's docstring.
 
     Raises:
-        ValueError: A line is invalid; the message names it.
+        ValueError: A line is invalid, the message names it, or there is no rollout.
     """
-    trace = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            turns = tuple(TurnSpec(int(n), int(k), float(s)) for n, k, s in row["turns"])
-            if not turns or min(turn.num_output for turn in turns) < 1:
-                raise ValueError("each rollout needs a turn, and each turn a sampled token")
-            trace.append(RolloutSpec(str(row["group"]), int(row["prompt_tokens"]), turns))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    return trace
+    specs = []
+    for file in sorted(path.glob("trajectories/group-*.jsonl")) if path.is_dir() else [path]:
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                spec = _session(json.loads(line))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{file}, line {number}: {error!r}") from error
+            if spec.turns:
+                specs.append(spec)
+    if not specs:
+        raise ValueError(f"{path}: there is no recorded rollout")
+    return specs
+
+
+def _session(row: Any) -> RolloutSpec:
+    if "prompt_tokens" in row:
+        turns = [TurnSpec(int(n), int(k), float(s)) for n, k, s in row["turns"]]
+        if not turns or min(turn.num_output for turn in turns) < 1:
+            raise ValueError("each rollout needs a turn, and each turn a sampled token")
+        return RolloutSpec(str(row["group"]), int(row["prompt_tokens"]), tuple(turns))
+    record = row.get("trajectory", row)
+    prompt, played = record["prompt_ids"], [turn for turn in record["turns"] if turn["output_ids"]]
+    turns = []
+    for turn, later in zip(played, [*played[1:], None], strict=False):
+        # It waits until the request of the next turn, for tools and for whatever else.
+        wait_s = max(0.0, later["started_s"] - turn["generated_s"]) if later else 0.0
+        turns.append(TurnSpec(len(turn["output_ids"]), len(turn["observation_ids"]), wait_s))
+    shared = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+    return RolloutSpec(f"{row.get('group', '')} {shared}", len(prompt), tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +177,6 @@ class Options:
     report_lag_s: float = 1.0
     budget: int = 12_288
     wait_timeout_s: float = 600.0
-    in_flight: int = 0  # maximum number of rollouts per server; 0: no limit
     has_queue: bool = False  # queue and admission for every policy, not for `kv` alone
 
 
@@ -166,6 +194,8 @@ class Result:
     prefix_hits: float = 0.0  # fraction of the prompts' tokens that was cached
     ttft_p99_s: float = 0.0  # all turns; the first of a rollout counts from the run's start
     turn_ttft_p99_s: float = 0.0  # turns after the first: from the tool's answer
+    # Median and p90 of the first token's time: first turns, then later ones by prompt length.
+    ttft_by_prompt_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_refused: int = 0
     num_moves: int = 0
     bound_s: float = 0.0
@@ -222,8 +252,10 @@ class Simulation:
         self.servers = [ServerModel(options.params) for _ in self.ranks]
         self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
         for rank in self.ranks:
-            self.ledger.add(rank, options.params.capacity, options.params.max_running)
-        self.placement = make_policy(
+            params = options.params
+            self.ledger.add(rank, params.capacity, params.max_running, params.host_capacity)
+        self.thunder = ThunderAgent(self.ledger) if policy == ThunderAgent.name else None
+        self.placement = self.thunder or make_policy(
             policy if policy in POLICIES else "kv",
             self.ledger,
             costs=options.costs,
@@ -233,8 +265,8 @@ class Simulation:
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
         self.holds_back = policy == "kv" or options.has_queue
         self.queue: WaitQueue[_Rollout] = WaitQueue(
-            starvation_threshold_s=options.starvation_threshold_s,
-            max_overtaken=options.max_overtaken,
+            starvation_threshold_s=math.inf if self.thunder else options.starvation_threshold_s,
+            max_overtaken=len(trace) if self.thunder else options.max_overtaken,
         )
         self.admission = Admission(options.admission, Forecast(longest=options.budget))
         self.now = 0.0
@@ -255,9 +287,9 @@ class Simulation:
         )
         self._left = {group: len(specs) for group, specs in groups.items()}
         self._num_open = len(trace)
-        self._num_started = 0
         self._ttft: list[float] = []
         self._turn_ttft: list[float] = []
+        self._ttft_by_prompt: dict[str, list[float]] = {label: [] for label in _LABELS}
         self._ended_s: list[float] = []
         self._num_prompt = self._num_hit = 0
         self._choose_s: list[float] = []
@@ -270,6 +302,8 @@ class Simulation:
         started = time.perf_counter()
         self._start_groups()
         self._at(self.options.tick_s, self._tick)
+        if self.thunder:
+            self._at(self.thunder.period_s, self._pause_and_resume)
         while self._num_open:
             if self._dirty and (not self._events or self._events[0][0] > self.now):
                 self._place_waiting()
@@ -288,6 +322,11 @@ class Simulation:
         result.prefix_hits = self._num_hit / max(1, self._num_prompt)
         result.ttft_p99_s = quantile(self._ttft, 0.99)
         result.turn_ttft_p99_s = quantile(self._turn_ttft, 0.99)
+        result.ttft_by_prompt_s = {
+            label: (quantile(times, 0.5), quantile(times, 0.9))
+            for label, times in self._ttft_by_prompt.items()
+            if times
+        }
         choices = sorted(self._choose_s)
         result.choose_us = 1e6 * choices[len(choices) // 2]
         result.choose_p90_us = 1e6 * choices[int(0.9 * (len(choices) - 1))]
@@ -304,41 +343,59 @@ class Simulation:
             group = self._source.popleft()
             self.admission.start()
             for rollout in group:
-                self._num_started += 1
                 self.admission.forecast.start(rollout.key)
                 self._ask(rollout, ready_s=0.0)
 
     def _may_start(self) -> bool:
         if self.holds_back:
-            capacity = sum(pool.capacity for pool in self.ledger.pools.values())
+            pools = self.ledger.pools.values()
+            capacity = sum(pool.capacity + pool.host_capacity for pool in pools)
             group = self._source[0]
             return self.admission.may_start(capacity, len(group), group[0].spec.num_prompt)
-        max_in_flight = self.options.in_flight * self.options.num_servers
-        num_running = self._num_started - len(self._ended_s)
-        return not max_in_flight or num_running + len(self._source[0]) <= max(
-            max_in_flight, len(self._source[0])
-        )
+        return True
 
     def _ask(self, rollout: _Rollout, *, ready_s: float) -> None:
         rollout.asked_s = ready_s
-        if self.holds_back:
+        if self.thunder:
+            index = -1
+            if self.thunder.is_active(rollout.key) or not len(self.queue):
+                index = self._choose(rollout, 0.0)
+            if index >= 0:
+                self._send(rollout, index)
+            else:
+                name, num_tokens = f"{rollout.key}.{rollout.turn}", rollout.num_context
+                is_new = not rollout.turn
+                size, stage = (-num_tokens, Stage.NEW) if is_new else (num_tokens, Stage.PAUSED)
+                self.queue.enter(Waiting(name, 0, size, self.now, rollout, stage))
+        elif self.holds_back:
             expected = rollout.num_context + self.ledger.predictor.remaining(rollout.spec.group)
             name = f"{rollout.key}.{rollout.turn}"
-            self.queue.enter(Waiting(name, rollout.order, expected, self.now, rollout))
+            stage = Stage.NEW
+            if rollout.turn:
+                stage = Stage.CACHED if self.ledger.keeps(rollout.key) else Stage.PAUSED
+            self.queue.enter(Waiting(name, rollout.order, expected, self.now, rollout, stage))
             self._dirty = True
         else:
             self._send(rollout, self._choose(rollout, 0.0))
 
+    def _pause_and_resume(self) -> None:
+        assert self.thunder
+        self._at(self.now + self.thunder.period_s, self._pause_and_resume)
+        self.thunder.pause_excess()
+        self._place_in_order()
+
     def _place_waiting(self) -> None:
         self._dirty = False
-        if not len(self.queue):
+        if self.thunder or not len(self.queue):
             return
         if self.now < self._next_place_s:  # capacity has hardly changed since
             self._at(self._next_place_s, self._set_dirty)
             return
         self._next_place_s = self.now + 0.02
         self._refuse_late()
+        self._place_in_order()
 
+    def _place_in_order(self) -> None:
         def try_to_place(waiting: Waiting[_Rollout]) -> bool:
             index = self._choose(waiting.request, self.now - waiting.since_s)
             if index >= 0:
@@ -435,12 +492,17 @@ class Simulation:
         self._dirty = True
         ttft = job.first_token_s - rollout.asked_s
         self._ttft.append(ttft)
+        bin_of_prompt = 1 + bisect_right(_BINS, job.num_prompt) if rollout.turn else 0
+        self._ttft_by_prompt[_LABELS[bin_of_prompt]].append(ttft)
         if rollout.turn:
             self._turn_ttft.append(ttft)
         self._num_prompt += job.num_prompt
         self._num_hit += job.num_cached
         self.result.num_recomputed += job.num_recomputed
         rollout.num_context += turn.num_output + turn.num_tool
+        if self.thunder:
+            self.thunder.grow(rollout.key, turn.num_output - num_known)
+            self.thunder.end_turn(rollout.key)
         self.admission.forecast.grow(rollout.key, turn.num_output - num_known + turn.num_tool)
         rollout.turn += 1
         if rollout.turn == len(rollout.spec.turns):
@@ -471,6 +533,8 @@ class Simulation:
                 num_emitted = server.num_emitted(job, self.now)
                 if num_emitted > num_known:
                     self.ledger.grow(name, num_emitted - num_known)
+                    if self.thunder:
+                        self.thunder.grow(rollout.key, num_emitted - num_known)
                     self.admission.forecast.grow(rollout.key, num_emitted - num_known)
                     self._jobs[name] = (rollout, num_emitted)
         self._forecast_ends()
@@ -490,6 +554,7 @@ class Simulation:
         for rank, report in zip(self.ranks, reports, strict=True):
             num_retracted += self.ledger.report(rank, report, self.now)
         self.ledger.age(self.now)
+        self.queue.pause(lambda rollout: self.ledger.keeps(rollout.key))
         if self.holds_back:
             reported_s = max(self.ledger.pools[rank].reported_s for rank in self.ranks)
             self.admission.observe(self.now, num_retracted, reported_s)
@@ -588,6 +653,24 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
+def table_by_prompt(results: Sequence[Result]) -> str:
+    """Return the first tokens' times, p50 and p90, as markdown: medians over the seeds."""
+    labels = [label for label in _LABELS if any(label in r.ttft_by_prompt_s for r in results)]
+    rows = ["| first token s, p50 and p90 | " + " | ".join(labels) + " |"]
+    rows.append("|---" * (len(labels) + 1) + "|")
+    for policy in dict.fromkeys(result.policy for result in results):
+        cells = []
+        for label in labels:
+            pairs = [
+                r.ttft_by_prompt_s[label]
+                for r in results
+                if r.policy == policy and label in r.ttft_by_prompt_s
+            ]
+            cells.append(", ".join(f"{statistics.median(q):.2f}" for q in zip(*pairs, strict=True)))
+        rows.append(f"| {policy} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     defaults = Options()
     parser = parser_for("router", __doc__)
@@ -596,60 +679,52 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--policies", type=words, default=[*POLICIES, *EMULATED])
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="of traces and ties")
-    parser.add_argument("--trace", type=Path, help="a JSONL file instead of generated rollouts")
+    parser.add_argument("--sessions", type=Path, help="recorded rollouts instead of generated ones")
     parser.add_argument(
         "--capacity", type=int, default=defaults.params.capacity, help="KV tokens per server"
-    )
-    parser.add_argument(
-        "--in-flight", type=int, default=0, help="maximum number of rollouts per server; not for kv"
     )
     parser.add_argument("--queue", action="store_true", help="queue and admission for every policy")
     parser.add_argument(
         "--target",
         type=float,
         default=defaults.admission.target,
-        help="fraction of the KV capacity that kv's rollouts may use at their peak",
-    )
-    parser.add_argument("--retract", choices=("half", "needed"), default="needed")
-    parser.add_argument(
-        "--conservativeness", type=float, default=1.0, help="SGLang's --schedule-conservativeness"
+        help="multiple of the KV cache that kv's rollouts may use at their peak; at 4 some pause",
     )
     parser.add_argument(
-        "--costs-off",
+        "--host-cache",
         type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="factor by which kv's estimate of the prefill's cost is wrong",
-    )
-    parser.add_argument(
-        "--lag-s", type=float, default=defaults.report_lag_s, help="delay of reports"
+        default=0.0,
+        metavar="RATIO",
+        help="KV capacity of each server's host memory, relative to the device's (SGLang: 2)",
     )
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     args = parser.parse_args()
     if unknown := set(args.policies) - {*POLICIES, *EMULATED}:
         parser.error(f"no policy {sorted(unknown)}")
+    sessions: list[RolloutSpec] = []
+    if args.sessions:
+        try:
+            sessions = read_sessions(args.sessions)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     options = Options(
         num_servers=args.servers,
         params=ServerParams(
             capacity=args.capacity,
-            retract_half=args.retract == "half",
-            conservativeness=args.conservativeness,
+            host_capacity=int(args.host_cache * args.capacity),
         ),
-        costs=Costs(prefill_s_per_token=args.costs_off * Costs().prefill_s_per_token),
         admission=AdmissionLimits(target=args.target),
-        report_lag_s=args.lag_s,
-        in_flight=args.in_flight,
+        budget=max((spec.num_own for spec in sessions), default=defaults.budget),
         has_queue=args.queue,
     )
     num_groups = args.groups or 8 * args.servers
 
     def trace_of(seed: int) -> list[RolloutSpec]:
-        if args.trace:
-            return read_trace(args.trace)
-        return make_trace(seed, num_groups=num_groups, group_size=args.group_size)
+        return sessions or make_trace(seed, num_groups=num_groups, group_size=args.group_size)
 
     results = run_all(args.policies, args.seeds, options, trace_of)
     print(table(results))
+    print("\n" + table_by_prompt(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 

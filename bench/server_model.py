@@ -7,9 +7,12 @@ cache that evicts the least recently used leaves first; retraction when a step d
 outputs first, then longest prompts), of as many as the next step needs, as in 0.5.23, or of half,
 as rStar2-Agent observed. docs/benchmarks.md says how the model compares with real servers.
 
+With `host_capacity`, what runs is also written to the host's memory, and what the device has
+evicted is loaded from there instead of computed, as by SGLang's hierarchical cache; simplified:
+writing costs nothing, loading is not overlapped with computing, and the host forgets whole entries.
+
 Not modelled: overlap of the scheduler with the device, pages of more than one token, speculative
-decoding, interleaving chunks of one prompt with decode steps, a cache in the host's memory, any
-noise.
+decoding, interleaving chunks of one prompt with decode steps, any noise.
 
 Nothing is simulated between two events: the duration of n decode steps has a closed form, since
 each adds one token of context to each running sequence.
@@ -37,6 +40,8 @@ class ServerParams:
     The last three are settings of SGLang (SGLANG_*, with its defaults): it reserves at most `clip`
     tokens for a request's growth, the ratio falls within `decay_steps`, and after a retraction it
     is set so that the remaining requests could take `retract_steps`.
+
+    `host_capacity` is in tokens; `load_s_per_token` is that of 160 KB over 50 GB/s.
     """
 
     capacity: int = 262_144
@@ -52,6 +57,8 @@ class ServerParams:
     clip: int = 4096
     decay_steps: int = 600
     retract_steps: int = 20
+    host_capacity: int = 0
+    load_s_per_token: float = 3.2e-6
 
 
 @dataclass(slots=True)
@@ -110,6 +117,8 @@ class ServerModel:
     _ends: list[tuple[int, str]] = field(default_factory=list)
     _prompts: dict[str, _Prompt] = field(default_factory=dict)
     _lru: OrderedDict[tuple[str, bool], int] = field(default_factory=OrderedDict)
+    _host: OrderedDict[tuple[str, bool], int] = field(default_factory=OrderedDict)
+    _num_host: int = 0
 
     def __post_init__(self) -> None:
         self._ratio = self._init_ratio
@@ -238,17 +247,22 @@ class ServerModel:
             min(params.clip, job.max_new - job.num_emitted - self._step + job.first_step)
             for job in self.running.values()
         )
-        uncached, fresh = 0, set[str]()
+        uncached, loaded, fresh = 0, 0, set[str]()
         while self.waiting and uncached < params.chunk and len(self.running) < params.max_running:
             job = self.waiting[0]
             prompt = self._prompts.get(job.group)
             length = job.num_prompt + job.num_emitted
-            matched = self._lru.get((job.key, False), 0)
+            own = self._lru.get((job.key, False), 0)
+            matched = own
+            on_host = max(0, self._host.get((job.key, False), 0) - own)
             if prompt is not None and job.group not in fresh:
                 matched += prompt.num_tokens
+            elif prompt is None and (job.group, True) in self._host:
+                on_host += job.num_shared
             elif prompt is None and job.group:
                 fresh.add(job.group)
             matched = min(matched, length - 1)
+            on_host = min(on_host, length - 1 - matched)
             new = length - (job.num_shared if prompt is not None and prompt.num_running else 0)
             growth = min(params.clip, job.max_new - job.num_emitted)
             num_free = params.capacity - self.num_locked - spoken_for
@@ -257,6 +271,8 @@ class ServerModel:
             self.waiting.popleft()
             self._begin(job, length)
             spoken_for += growth
+            matched += on_host
+            loaded += on_host
             uncached += length - matched
             if job.num_retractions:
                 job.num_recomputed += length - matched
@@ -266,7 +282,8 @@ class ServerModel:
         self._evict()
         if not uncached:
             return None
-        return params.prefill_s + uncached * params.prefill_s_per_token
+        compute_s = params.prefill_s + uncached * params.prefill_s_per_token
+        return compute_s + loaded * params.load_s_per_token
 
     def _begin(self, job: Job, length: int) -> None:
         prompt = self._prompts.get(job.group)
@@ -301,8 +318,10 @@ class ServerModel:
         if kept:
             self.num_cached += kept - self._lru.pop((job.key, False), 0)
             self._lru[job.key, False] = kept
+            self._write_to_host((job.key, False), kept)
         if job.group and job.num_shared:
             prompt = self._prompts[job.group]
+            self._write_to_host((job.group, True), prompt.num_tokens)
             prompt.num_running -= 1
             if not prompt.num_running:
                 self.num_locked -= prompt.num_tokens
@@ -346,6 +365,14 @@ class ServerModel:
             if job is not None and _last_step(job) == step:
                 return
             heapq.heappop(self._ends)
+
+    def _write_to_host(self, name: tuple[str, bool], num_tokens: int) -> None:
+        if num_tokens > self.params.host_capacity:
+            return
+        self._num_host += num_tokens - self._host.pop(name, 0)
+        self._host[name] = num_tokens
+        while self._num_host > self.params.host_capacity:
+            self._num_host -= self._host.popitem(last=False)[1]
 
     def _evict(self) -> None:
         """Evict the least recently used tokens, from their ends, as far as needed."""

@@ -219,7 +219,12 @@ class Replicas:
     def _add_pools(self, replica: Replica) -> None:
         info = replica.info
         for rank in replica.ranks:
-            self._ledger.add(rank, info.max_total_num_tokens, info.max_running_requests or math.inf)
+            self._ledger.add(
+                rank,
+                info.max_total_num_tokens,
+                info.max_running_requests or math.inf,
+                info.num_host_tokens,
+            )
 
     def _remove_pools(self, replica: Replica) -> None:
         for rank in replica.ranks:
@@ -233,9 +238,10 @@ class Replicas:
 
     @property
     def capacity(self) -> int:
-        """KV tokens of all servers that accept requests."""
+        """KV tokens that the servers that accept requests hold, in their hosts' memory too."""
         return sum(
-            replica.info.max_total_num_tokens * replica.info.dp_size
+            (replica.info.max_total_num_tokens + replica.info.num_host_tokens)
+            * replica.info.dp_size
             for replica in self
             if replica.state.takes_new
         )

@@ -41,7 +41,7 @@ from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import KVPolicy
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import Decision, PlacementRequest
-from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from agentloop.inference.scheduling.wait_queue import Stage, Waiting, WaitQueue
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.frames import OnChunk
 from agentloop.inference.turns import Generation, OngoingTurn, TurnStream
@@ -383,9 +383,15 @@ class Router:
             generation.key, num_tokens, budget, generation.group, generation.num_shared
         )
         request = _Request(generation, placement)
-        order = -1 if goes_first else self._order(generation)
+        stage = Stage.NEW
+        if goes_first:
+            stage = Stage.MOVED
+        elif self._ledger.affinity(generation.key) is not None:
+            stage = Stage.CACHED if self._ledger.keeps(generation.key) else Stage.PAUSED
+        order = self._order(generation)
         expected = num_tokens + self._ledger.predictor.remaining(generation.group)
-        self._queue.enter(Waiting(generation.rid, order, expected, time.monotonic(), request))
+        now_s = time.monotonic()
+        self._queue.enter(Waiting(generation.rid, order, expected, now_s, request, stage))
         return request
 
     def _order(self, generation: Generation) -> int:
@@ -403,6 +409,7 @@ class Router:
 
     def _use_capacity(self) -> None:
         """Place waiting turns and admit waiting groups that fit now."""
+        self._queue.pause(lambda request: self._ledger.keeps(request.placement.key))
         self._place_waiting()
         self.gate.admit()
 

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.observe import sample
+from agentloop.trajectory import Trajectory, Turn
 from bench.gateway_policies import POLICIES
 from bench.router import (
     EMULATED,
@@ -21,9 +23,10 @@ from bench.router import (
     TurnSpec,
     lower_bound_s,
     make_trace,
-    read_trace,
+    read_sessions,
     run_all,
     table,
+    table_by_prompt,
 )
 from bench.server_model import ServerParams
 
@@ -67,8 +70,8 @@ def test_turns_that_wait_too_long_are_refused_and_counted() -> None:
     assert result.num_refused > 0
 
 
-@pytest.mark.parametrize("options", [replace(SMALL, in_flight=4), replace(SMALL, has_queue=True)])
-def test_other_policies_can_queue_too(options: Options) -> None:
+def test_other_policies_can_queue_too() -> None:
+    options = replace(SMALL, has_queue=True)
     trace = small_trace(6)
     result = Simulation(trace, "sticky_least_loaded", 1, options).run()
     assert result.goodput * result.makespan_s == pytest.approx(
@@ -125,15 +128,45 @@ def test_bound_is_met_by_one_rollout_alone() -> None:
     assert result.makespan_s == pytest.approx(lower_bound_s(trace, 1, params), rel=1e-3)
 
 
-def test_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+def test_lengths_of_sessions_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.jsonl"
     row = {"group": "g1", "prompt_tokens": 812, "turns": [[100, 20, 0.5], [50, 0, 0]]}
     path.write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
-    trace = read_trace(path)
+    trace = read_sessions(path)
     assert trace == [RolloutSpec("g1", 812, (TurnSpec(100, 20, 0.5), TurnSpec(50, 0, 0.0)))] * 2
     path.write_text(json.dumps(row) + '\n{"group": "g1"}\n')
-    with pytest.raises(ValueError, match="line 2: 'turns'"):
-        read_trace(path)
+    with pytest.raises(ValueError, match=r"line 2: .*prompt_ids"):
+        read_sessions(path)
+
+
+def test_recorded_sessions_share_equal_prompts_and_keep_waits(tmp_path: Path) -> None:
+    turns = [Turn([1, 2], observation_ids=[3] * 4, started_s=1.0, generated_s=2.0)]
+    turns += [Turn(), Turn([5], observation_ids=[6], started_s=2.75, generated_s=3.0)]
+    rows = [
+        Trajectory(name, prompt, list(turns)).to_dict()
+        for name, prompt in (("a", [7, 8]), ("b", [7, 8]), ("c", [7, 9]))
+    ]
+    empty = Trajectory("d", [7, 8]).to_dict()
+    path = tmp_path / "trajectories" / "group-0000001.jsonl"
+    path.parent.mkdir()
+    lines = [{"group": 4, "trajectory": row} for row in (*rows, empty)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = read_sessions(tmp_path)
+    assert [spec.turns for spec in trace] == [(TurnSpec(2, 4, 0.75), TurnSpec(1, 1, 0.0))] * 3
+    assert [spec.group == trace[0].group for spec in trace] == [True, True, False]
+    path.write_text(json.dumps(rows[0]) + "\n")  # without the run's folder
+    assert [spec.turns for spec in read_sessions(path)] == [trace[0].turns]
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="no recorded rollout"):
+        read_sessions(path)
+
+
+def test_sample_run_is_replayed_with_every_sampled_token() -> None:
+    trace = read_sessions(Path(sample.__file__).parent)
+    result = Simulation(trace, "kv", 1, replace(SMALL, num_servers=1)).run()
+    assert result.goodput * result.makespan_s == pytest.approx(
+        sum(spec.num_output for spec in trace)
+    )
 
 
 def test_made_trace_keeps_its_bounds() -> None:
@@ -155,7 +188,32 @@ def test_table_has_a_row_for_each_policy() -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_help_mentions_the_emulation_and_the_trace_format() -> None:
+def test_first_tokens_are_told_by_length_of_the_prompt() -> None:
+    trace = [
+        RolloutSpec("g", 100, (TurnSpec(10, 3000, 1.0), TurnSpec(10, 6000, 1.0), TurnSpec(9, 0, 0)))
+    ]
+    (result,) = run_all(["kv"], [1], SMALL, lambda _: trace)
+    labels = ["first turn", "later, under 4096", "later, longer"]
+    assert list(result.ttft_by_prompt_s) == labels
+    first, middle, longest = (result.ttft_by_prompt_s[label][0] for label in labels)
+    assert first < middle < longest
+    header, _, row = table_by_prompt([result]).splitlines()
+    assert header.split(" | ")[1:] == [*labels[:-1], "later, longer |"]
+    assert row.count("|") == header.count("|")
+
+
+def test_host_cache_saves_prefills_of_what_was_evicted() -> None:
+    params = replace(SMALL.params, host_capacity=1_000_000)
+    trace = small_trace(7)
+    plain, hosted = (
+        Simulation(trace, "cache_aware", 1, replace(SMALL, params=each)).run()
+        for each in (SMALL.params, params)
+    )
+    assert hosted.prefix_hits > plain.prefix_hits
+    assert hosted.makespan_s < plain.makespan_s
+
+
+def test_help_mentions_the_emulation_and_the_format_of_sessions() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.router", "--help"], capture_output=True, text=True, check=True
     )

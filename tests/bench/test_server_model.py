@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -188,3 +189,19 @@ def test_careful_server_does_not_overflow() -> None:
 def test_job_that_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="a is larger than the pool"):
         ServerModel(PARAMS).submit(job("a", 800, 200), 0.0)
+
+
+def test_what_the_device_evicts_is_loaded_from_the_host() -> None:
+    """Three contexts of 400 tokens do not fit into 1,000; the host has room for them."""
+    jobs = [(10.0 * number, job(f"{'abca'[number]}.{number}", 300, 100)) for number in range(4)]
+    jobs[-1] = (30.0, job("a.3", 401, 10))
+
+    def run_with(host_capacity: int) -> ServerModel:
+        server = ServerModel(replace(PARAMS, host_capacity=host_capacity))
+        ended = run(server, [(when, replace(next_job)) for when, next_job in jobs])
+        assert len(ended) == 4
+        returned = next(ended_job for ended_job in ended if ended_job.name == "a.3")
+        assert returned.num_cached == (400 if host_capacity >= 1200 else 200)
+        return server
+
+    assert run_with(2000).num_prefilled == run_with(0).num_prefilled - 200

@@ -30,15 +30,21 @@ class KVLedger:
 
     # --- servers --------------------------------------------------------------------------------
 
-    def add(self, rank: DataParallelRank, capacity: int, max_sequences: float = math.inf) -> None:
-        """Add a pool with the `capacity` in tokens and the batch size that the server reports.
+    def add(
+        self,
+        rank: DataParallelRank,
+        capacity: int,
+        max_sequences: float = math.inf,
+        host_capacity: int = 0,
+    ) -> None:
+        """Add a pool with the capacities in tokens and the batch size that the server reports.
 
         Raises:
             ValueError: It was already added.
         """
         if rank in self.pools:
             raise ValueError(f"{rank} was already added")
-        self.pools[rank] = KVPool(rank, capacity, max_sequences, self.predictor)
+        self.pools[rank] = KVPool(rank, capacity, max_sequences, host_capacity, self.predictor)
 
     def remove(self, rank: DataParallelRank) -> None:
         """Remove the pool of a retired or dead server, with all that it held."""
@@ -108,6 +114,11 @@ class KVLedger:
     def affinity(self, key: str) -> KVPool | None:
         """Return the pool of the trajectory's last turn, which may cache its context."""
         return self._affinity.get(key)
+
+    def keeps(self, key: str) -> bool:
+        """Return whether the tokens of the trajectory's last turn are kept for its next one."""
+        pool = self._affinity.get(key)
+        return pool is not None and pool.num_kept_for(key) > 0
 
     # --- reports --------------------------------------------------------------------------------
 

@@ -30,12 +30,14 @@ class Costs:
 
     Attributes:
         prefill_s_per_token: Prefill time per prompt token that is not cached.
+        load_s_per_token: Time to bring back a token that only the host's memory caches.
         step_s: Time of a decoding step, apart from the parts below.
         step_s_per_sequence: Time that each sequence of the batch adds to a decoding step.
         step_s_per_token: Time that each token of the batch's contexts adds to a decoding step.
     """
 
     prefill_s_per_token: float = 1e-4
+    load_s_per_token: float = 5e-6
     step_s: float = 0.015
     step_s_per_sequence: float = 5e-5
     step_s_per_token: float = 5e-8
@@ -111,9 +113,10 @@ class KVPolicy:
         held = pool.num_live + pool.num_others
         kept = pool.num_kept
         need = num_tokens + expected
-        cached = 0
-        if pool is affinity or group in pool.prompts:
+        cached = on_host = 0
+        if pool is affinity or group in pool.prompts or pool.host_capacity:
             cached = min(num_tokens - 1, pool.num_cached(request.key, group))
+            on_host = min(num_tokens - 1 - cached, pool.num_on_host(request.key, group))
             need -= pool.num_shared(group)
             own_kept = pool.num_kept_for(request.key)
             if own_kept:  # it returns: its growth was accounted for when it first came
@@ -122,18 +125,20 @@ class KVPolicy:
         free = pool.capacity - held - pool.num_reserved - kept
         has_room = batch < pool.max_sequences
         fits = has_room and need <= free
-        stall_s = costs.prefill_s_per_token * (1 + batch)
+        prefill_s, load_s = costs.prefill_s_per_token, costs.load_s_per_token
         wait_s = evict_s = 0.0
         if not fits:
-            is_impatient = waited_s > self._starvation_threshold_s
-            may_evict = (is_impatient and need <= free + kept) or (
+            # Its host would bring back what it evicts; otherwise a long wait justifies that.
+            evicts_kept = pool.host_capacity > 0 or waited_s > self._starvation_threshold_s
+            may_evict = (evicts_kept and need <= free + kept) or (
                 not batch and need <= pool.capacity
             )
             if has_room and may_evict:
-                fits, evict_s = True, stall_s * min(need - free, kept)
+                again_s = load_s if pool.host_capacity else prefill_s
+                fits, evict_s = True, again_s * (1 + batch) * min(need - free, kept)
             elif has_room and pool is affinity:
-                # If it has waited longer than expected, expect it to wait as long again.
-                wait_s = max(waited_s, (need - free) / max(1.0, pool.freed_per_s(now_s)))
+                # It grows while nothing is freed, until moving costs less.
+                wait_s = (need - free) / max(1.0, pool.freed_per_s(now_s))
             else:
                 return Candidate(pool.rank, False, free, need, cached, batch)
         # Of each of its steps: the fixed part, the time that each other sequence and each of their
@@ -145,11 +150,12 @@ class KVPolicy:
             fits,
             free,
             need,
-            cached,
+            cached + on_host,
             batch,
             wait_s,
-            prefill_s=stall_s * (num_tokens - cached),
-            queue_s=costs.prefill_s_per_token * pool.num_prefill,
+            prefill_s=(1 + batch)
+            * (prefill_s * (num_tokens - cached - on_host) + load_s * on_host),
+            queue_s=prefill_s * pool.num_prefill,
             decode_s=costs.step_s * expected + beside_s * batch + token_s * held,
             evict_s=evict_s,
         )

@@ -13,6 +13,9 @@ Its tokens are
   Those of a trajectory that runs a tool are kept: it is expected to return soon;
 - of others: in use according to the server, but unknown here.
 
+A server with SGLang's hierarchical cache also writes what was parked to the host's memory, and
+loads from there what it has evicted: that costs less than computing it again.
+
 Every sum is updated incrementally. Time is passed in as `now_s`, on any monotonic clock.
 """
 
@@ -68,6 +71,7 @@ class KVPool:
     rank: DataParallelRank
     capacity: int
     max_sequences: float = math.inf  # maximum batch size
+    host_capacity: int = 0  # tokens that the host's memory caches
     predictor: LengthPredictor = field(default_factory=LengthPredictor)
     num_live: int = field(default=0, init=False)
     num_reserved: int = field(default=0, init=False)
@@ -91,6 +95,8 @@ class KVPool:
     _parked: OrderedDict[tuple[str, bool], ParkedTokens] = field(
         default_factory=OrderedDict, init=False
     )
+    _host: OrderedDict[tuple[str, bool], int] = field(default_factory=OrderedDict, init=False)
+    _num_host: int = field(default=0, init=False)
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -115,6 +121,14 @@ class KVPool:
         prompt = self.prompts.get(group) if group else None
         return (parked.num_tokens if parked else 0) + (prompt.num_tokens if prompt else 0)
 
+    def num_on_host(self, key: str, group: str) -> int:
+        """Return how many more tokens of this trajectory's next prompt the host's memory has."""
+        if not self._num_host:
+            return 0
+        parked = self._parked.get((key, False))
+        own = self._host.get((key, False), 0) - (parked.num_tokens if parked else 0)
+        return max(0, own) + (0 if group in self.prompts else self._host.get((group, True), 0))
+
     def num_kept_for(self, key: str) -> int:
         """Return the parked tokens that are kept for this trajectory's return."""
         parked = self._parked.get((key, False))
@@ -135,7 +149,8 @@ class KVPool:
         self, num_tokens: int, budget: int, *, key: str, group: str, num_shared: int
     ) -> LiveSequence:
         """Begin a turn with a prompt of `num_tokens`; see `KVLedger.reserve`."""
-        num_prefill = max(1, num_tokens - self.num_cached(key, group))
+        num_cached = self.num_cached(key, group) + self.num_on_host(key, group)
+        num_prefill = max(1, num_tokens - num_cached)
         parked = self._parked.pop((key, False), None) if key else None
         if parked is not None:
             self._unpark(parked)
@@ -193,6 +208,9 @@ class KVPool:
             if old is not None:  # replaced by the trajectory's later turn
                 self._unpark(old)
             self._park((live.key, False), ParkedTokens(live.num_own, is_kept, now_s))
+            self._write_to_host((live.key, False), live.num_own)
+        if live.group:
+            self._write_to_host((live.group, True), self.prompts[live.group].num_tokens)
         if (live.group, True) in self._parked:  # more recently used than the tokens after it
             self._parked.move_to_end((live.group, True))
         self._evict_excess()
@@ -207,6 +225,8 @@ class KVPool:
         """Clear the prefix cache; live sequences stay."""
         while self._parked:
             self._evict_oldest()
+        self._host.clear()
+        self._num_host = 0
 
     # --- reports and time -----------------------------------------------------------------------
 
@@ -254,6 +274,12 @@ class KVPool:
         self._parked[name] = parked
         self.num_parked += parked.num_tokens
         self.num_kept += parked.num_tokens if parked.is_kept else 0
+
+    def _write_to_host(self, name: tuple[str, bool], num_tokens: int) -> None:
+        self._num_host += num_tokens - self._host.pop(name, 0)
+        self._host[name] = num_tokens
+        while self._num_host > self.host_capacity:  # it forgets the least recently used
+            self._num_host -= self._host.popitem(last=False)[1]
 
     def _unpark(self, parked: ParkedTokens) -> None:
         self.num_parked -= parked.num_tokens

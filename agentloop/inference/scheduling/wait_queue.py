@@ -3,7 +3,9 @@
     a turn ──enter──> waiting ──place, in order──> a server
                          └──leave (cancelled, timed out)
 
-Groups go in the order of their start; within a group the longest expected request goes first,
+Turns whose context is still cached go first; then those that lost it, the smallest first, because
+many small ones can run side by side and cost little to compute again; then first turns. Otherwise
+groups go in the order of their start; within a group the longest expected request goes first,
 because the group is done when its last one ends. A request that does not fit may be overtaken by
 smaller ones, but not forever: once it has waited for `STARVATION_THRESHOLD_S`, requests behind it
 wait until enough capacity has become free.
@@ -13,12 +15,23 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Generic, TypeVar
 
 STARVATION_THRESHOLD_S = 10.0
 
 T = TypeVar("T")
+_Priority = tuple[int, int, int, float, str]
+
+
+class Stage(IntEnum):
+    """State of the trajectory of a request; the first goes first."""
+
+    MOVED = 0  # a turn that has begun on a server that failed
+    CACHED = 1  # a trajectory whose context is kept in a cache
+    PAUSED = 2  # a trajectory that would have to be computed again
+    NEW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +43,14 @@ class Waiting(Generic[T]):
     expected: int
     since_s: float
     request: T
+    stage: Stage = Stage.NEW
 
     @property
-    def priority(self) -> tuple[int, int, float, str]:
+    def priority(self) -> _Priority:
         """Sort key; the smallest goes first."""
-        return (self.order, -self.expected, self.since_s, self.name)
+        if self.stage is Stage.PAUSED:
+            return (self.stage, 0, self.expected, self.since_s, self.name)
+        return (self.stage, self.order, -self.expected, self.since_s, self.name)
 
 
 class WaitQueue(Generic[T]):
@@ -46,7 +62,7 @@ class WaitQueue(Generic[T]):
         """`max_overtaken` bounds the requests tried per call that do not fit, and so the work."""
         self._starvation_threshold_s = starvation_threshold_s
         self._max_overtaken = max_overtaken
-        self._priorities: list[tuple[int, int, float, str]] = []
+        self._priorities: list[_Priority] = []
         self._waiting: dict[str, Waiting[T]] = {}
 
     def __len__(self) -> int:
@@ -54,7 +70,7 @@ class WaitQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[Waiting[T]]:
         """Iterate over the requests in order."""
-        return (self._waiting[priority[3]] for priority in self._priorities)
+        return (self._waiting[priority[-1]] for priority in self._priorities)
 
     def enter(self, waiting: Waiting[T]) -> None:
         """Add a request.
@@ -75,6 +91,17 @@ class WaitQueue(Generic[T]):
         del self._priorities[bisect_left(self._priorities, waiting.priority)]
         return True
 
+    def pause(self, is_cached: Callable[[T], bool]) -> None:
+        """Let those whose context is no longer cached wait among the paused ones."""
+        lost = [
+            waiting
+            for waiting in self._waiting.values()
+            if waiting.stage is Stage.CACHED and not is_cached(waiting.request)
+        ]
+        for waiting in lost:
+            self.leave(waiting.name)
+            self.enter(replace(waiting, stage=Stage.PAUSED))
+
     def place(self, now_s: float, try_to_place: Callable[[Waiting[T]], bool]) -> None:
         """Try to place the requests in order.
 
@@ -82,7 +109,7 @@ class WaitQueue(Generic[T]):
         """
         num_stuck = index = 0
         while index < len(self._priorities):
-            waiting = self._waiting[self._priorities[index][3]]
+            waiting = self._waiting[self._priorities[index][-1]]
             if try_to_place(waiting):
                 self.leave(waiting.name)
                 continue

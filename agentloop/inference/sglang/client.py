@@ -10,9 +10,11 @@ Source of the protocol: SGLang's `/generate`, `/v1/models`, `/server_info`,
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import orjson
@@ -29,8 +31,9 @@ from agentloop.inference.sglang.weight_updates import WeightUpdates
 class ServerInfo:
     """The properties of a server. `context_length` includes prompt and response.
 
-    The server has `dp_size` data-parallel ranks, each with a KV cache of `max_total_num_tokens` and
-    up to `max_running_requests` sequences in its batch.
+    The server has `dp_size` data-parallel ranks, each with a KV cache of `max_total_num_tokens`,
+    one of `num_host_tokens` in the host's memory (SGLang's hierarchical cache; 0: none), and up to
+    `max_running_requests` sequences in its batch.
     """
 
     model_path: str
@@ -39,6 +42,7 @@ class ServerInfo:
     version: str
     dp_size: int = 1
     max_running_requests: int | None = None
+    num_host_tokens: int = 0
 
 
 class SGLangServer(WeightUpdates):
@@ -192,8 +196,26 @@ class SGLangServer(WeightUpdates):
                 version=info["version"],
                 dp_size=int(info.get("dp_size") or 1),
                 max_running_requests=None if max_running is None else int(max_running),
+                num_host_tokens=_num_host_tokens(info, rank),
             )
             sizes = properties.context_length, properties.max_total_num_tokens, properties.dp_size
             if min(sizes) < 1:
                 raise ValueError("no capacity")
             return properties
+
+
+def _num_host_tokens(info: Mapping[str, Any], rank: Mapping[str, Any]) -> int:
+    """Return the tokens that a rank's hierarchical cache holds in the host's memory.
+
+    A size, in GB, goes before a ratio (mem_cache/pool_host/base.py). The bytes of a token follow
+    from the GiB of the rank's KV cache; without them, nothing is assumed to be cached there.
+    """
+    if not info.get("enable_hierarchical_cache"):
+        return 0
+    if info.get("hicache_host_memory_mode") == "buffer_only":  # it passes through
+        return 0
+    num_tokens = int(info["max_total_num_tokens"])
+    if not (size_gb := float(info.get("hicache_size") or 0)):
+        return int(num_tokens * float(rank.get("hicache_ratio") or info.get("hicache_ratio") or 2))
+    kv_gib = float((rank.get("memory_usage") or {}).get("kvcache") or math.inf)
+    return int(num_tokens * size_gb * 1e9 / (kv_gib * 2**30))

@@ -29,10 +29,10 @@ class Ledger(RuleBasedStateMachine):
         self.streamed: dict[DataParallelRank, int] = {}
         self.count = 0
 
-    @rule(rank=RANKS, capacity=st.integers(20, 200))
-    def add(self, rank: DataParallelRank, capacity: int) -> None:
+    @rule(rank=RANKS, capacity=st.integers(20, 200), host=st.sampled_from([0, 50, 1000]))
+    def add(self, rank: DataParallelRank, capacity: int, host: int) -> None:
         if rank not in self.ledger.pools:
-            self.ledger.add(rank, capacity)
+            self.ledger.add(rank, capacity, host_capacity=host)
 
     @precondition(lambda self: self.ledger.pools)
     @rule(data=st.data())
@@ -52,7 +52,8 @@ class Ledger(RuleBasedStateMachine):
             return
         idle, before = not pool.num_sequences, pool.num_free
         self.count += 1
-        cached = min(pool.num_cached(key, group), tokens - 1)
+        cached = pool.num_cached(key, group) + pool.num_on_host(key, group)
+        cached = min(cached, tokens - 1)
         computed = self.ledger.reserve(
             f"s{self.count}",
             pool.rank,
@@ -95,7 +96,7 @@ class Ledger(RuleBasedStateMachine):
     def flush(self, data: st.DataObject) -> None:
         pool = self.ledger.pools[data.draw(st.sampled_from(sorted(self.ledger.pools)))]
         pool.flush()
-        assert pool.num_parked == pool.num_kept == 0
+        assert pool.num_parked == pool.num_kept == pool.num_on_host("k1", "g") == 0
 
     @precondition(lambda self: self.ledger.pools)
     @rule(
@@ -127,6 +128,7 @@ class Ledger(RuleBasedStateMachine):
             assert 0 <= pool.num_kept <= pool.num_parked
             assert pool.num_parked == sum(parked.num_tokens for parked in pool._parked.values())
             assert pool.num_kept == sum(p.num_tokens for p in pool._parked.values() if p.is_kept)
+            assert pool._num_host == sum(pool._host.values()) <= pool.host_capacity
             assert min(pool.num_reserved, pool.num_prefill) >= 0
             assert 0 <= pool.num_others <= pool.capacity
             assert pool.num_strangers >= 0
@@ -164,6 +166,30 @@ def test_sequence_cannot_hold_two_reservations() -> None:
     with pytest.raises(ValueError, match="was already added"):
         made.add(A, 100)
     assert made.pools[A].num_live == 10
+
+
+def test_host_brings_back_what_the_device_evicted() -> None:
+    made = KVLedger(LengthPredictor(prior=10))
+    made.add(A, 100, host_capacity=150)
+    pool = made.pools[A]
+    made.reserve("s1", A, 60, 0, key="k1", group="g", num_shared=20)
+    made.park("s1", 0.0)
+    assert (pool.num_cached("k1", "g"), pool.num_on_host("k1", "g"), made.keeps("k1")) == (
+        60,
+        0,
+        True,
+    )
+    made.reserve("s2", A, 90, 0, key="k2")  # it evicts both
+    assert (pool.num_cached("k1", "g"), pool.num_on_host("k1", "g"), made.keeps("k1")) == (
+        0,
+        60,
+        False,
+    )
+    made.park("s2", 1.0)
+    made.reserve("s3", A, 80, 0, key="k3")
+    made.park("s3", 2.0)  # the host forgets the least recently used
+    assert [pool.num_on_host(key, "g") for key in ("k1", "k2", "k3")] == [0, 0, 0]
+    assert made.reserve("s4", A, 95, 0, key="k3") == 15
 
 
 def test_prompt_of_a_group_is_held_and_computed_once() -> None:

@@ -96,8 +96,35 @@ def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
     decision = choose(books, ask("ks", 2100))
     assert decision.rank is None
     assert "will have capacity in" in decision.why
-    decision = choose(books, ask("ks", 2100), waited_s=60.0)
-    assert decision.rank in RANKS[1:]
+    decision = KVPolicy(books).choose(ask("ks", 2100), RANKS, now_s=200.0)
+    assert decision.rank in RANKS[1:]  # nothing has become free since
+
+
+def test_kv_returns_to_the_host_that_has_its_context() -> None:
+    books = KVLedger(LengthPredictor(prior=100))
+    for rank in RANKS:
+        books.add(rank, 10_000, host_capacity=20_000)
+    place(books, RANKS[2], "s", 6000)
+    books.park("s", 0.0)
+    place(books, RANKS[2], "big", 9000)
+    books.park("big", 0.0)
+    books.age(60.0)
+    assert choose(books, ask("ks", 6100)).rank == RANKS[2]
+    books.pools[RANKS[2]].flush()
+    assert choose(books, ask("ks", 6100)).rank == RANKS[2]  # as good as others, and its own
+    place(books, RANKS[2], "other", 500)
+    assert choose(books, ask("ks", 6100)).rank != RANKS[2]
+
+
+def test_host_lets_kept_tokens_be_evicted_at_once() -> None:
+    for host_capacity, rank in ((0, None), (5000, RANKS[0])):
+        books = KVLedger(LengthPredictor(prior=100))
+        books.add(RANKS[0], 1000, host_capacity=host_capacity)
+        place(books, RANKS[0], "kept", 700)
+        place(books, RANKS[0], "live", 100)
+        books.park("kept", 0.0)
+        decision = KVPolicy(books).choose(ask(tokens=500), RANKS[:1], now_s=0.0)
+        assert decision.rank == rank
 
 
 def test_kv_lets_siblings_share_until_others_are_much_less_busy() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from agentloop.inference.scheduling.wait_queue import Stage, Waiting, WaitQueue
 
 
 def waiting(name: str, order: int = 0, expected: int = 1, since_s: float = 0.0) -> Waiting[int]:
@@ -27,13 +29,18 @@ class Room(RuleBasedStateMachine):
     def in_order(self) -> list[Waiting[int]]:
         return sorted(
             self.plain.values(),
-            key=lambda entry: (entry.order, -entry.expected, entry.since_s, entry.name),
+            key=lambda entry: (
+                entry.stage,
+                *((0, entry.expected) if entry.stage == 2 else (entry.order, -entry.expected)),
+                entry.since_s,
+                entry.name,
+            ),
         )
 
-    @rule(order=st.integers(0, 3), size=st.integers(1, 20))
-    def enter(self, order: int, size: int) -> None:
+    @rule(order=st.integers(0, 3), size=st.integers(1, 20), stage=st.sampled_from(Stage))
+    def enter(self, order: int, size: int, stage: Stage) -> None:
         self.count += 1
-        entry = Waiting(f"w{self.count}", order, size, self.now, size)
+        entry = Waiting(f"w{self.count}", order, size, self.now, size, stage)
         self.queue.enter(entry)
         self.plain[entry.name] = entry
 
@@ -41,6 +48,14 @@ class Room(RuleBasedStateMachine):
     def leave(self, number: int) -> None:
         name = f"w{number}"
         assert self.queue.leave(name) == (self.plain.pop(name, None) is not None)
+
+    @rule(largest=st.integers(0, 20))
+    def pause(self, largest: int) -> None:
+        """Those that are larger lose their cached context."""
+        self.queue.pause(lambda size: size <= largest)
+        for name, entry in self.plain.items():
+            if entry.stage is Stage.CACHED and entry.request > largest:
+                self.plain[name] = replace(entry, stage=Stage.PAUSED)
 
     @rule(seconds=st.floats(0.1, 4.0), free=st.integers(0, 60))
     def place(self, seconds: float, free: int) -> None:
@@ -95,6 +110,21 @@ def test_oldest_group_goes_first_and_its_longest_before_others() -> None:
         queue.enter(waiting("long"))
     queue.place(5.0, lambda waiting: True)
     assert not len(queue)
+
+
+def test_cached_turns_go_before_paused_ones_and_those_before_new() -> None:
+    queue: WaitQueue[int] = WaitQueue()
+    for name, stage, expected in (
+        ("new", Stage.NEW, 1),
+        ("large", Stage.PAUSED, 9),
+        ("small", Stage.PAUSED, 3),
+        ("cached", Stage.CACHED, 5),
+        ("moved", Stage.MOVED, 7),
+    ):
+        queue.enter(Waiting(name, 0, expected, 0.0, expected, stage))
+    assert [entry.name for entry in queue] == ["moved", "cached", "small", "large", "new"]
+    queue.pause(lambda expected: False)
+    assert [entry.name for entry in queue] == ["moved", "small", "cached", "large", "new"]
 
 
 @given(st.lists(st.integers(1, 5), min_size=5, max_size=40), st.integers(6, 10))

@@ -283,6 +283,40 @@ async def test_information_and_readiness() -> None:
             await server.weight_version()
 
 
+@pytest.mark.parametrize(
+    ("said", "num_tokens"),
+    [
+        ({}, 0),
+        ({"enable_hierarchical_cache": False, "hicache_ratio": 2.0}, 0),
+        ({"enable_hierarchical_cache": True}, 1400),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 1.5, "hicache_size": 0}, 1050),
+        (
+            {  # what the scheduler could allocate, rather than what was asked for
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": 2.0,
+                "internal_states": [{"hicache_ratio": 0.5}],
+            },
+            350,
+        ),
+        (
+            {
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": 2.0,
+                "hicache_size": 100,
+                "internal_states": [{"memory_usage": {"kvcache": 50e9 / 2**30}}],
+            },
+            1400,
+        ),
+        ({"enable_hierarchical_cache": True, "hicache_size": 100}, 0),
+        ({"enable_hierarchical_cache": True, "hicache_host_memory_mode": "buffer_only"}, 0),
+    ],
+)
+async def test_size_of_the_cache_in_the_hosts_memory(said: dict[str, Any], num_tokens: int) -> None:
+    fake = FakeSGLang(ANSWER, max_total_num_tokens=700, info=said)
+    async with client(fake) as server:
+        assert (await server.info()).num_host_tokens == pytest.approx(num_tokens, abs=1)
+
+
 async def test_server_of_another_kind_is_refused() -> None:
     fake = FakeSGLang(ANSWER)
     fake.max_total_num_tokens = None  # type: ignore[assignment]
