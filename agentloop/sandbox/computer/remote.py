@@ -70,11 +70,11 @@ class SocketBytes(ByteStream):
         raise anyio.BrokenResourceError
 
     async def send(self, item: bytes) -> None:
-        await self._socket.send_bytes(item)
+        await self._socket.send_bytes(item)  # no deadline: the computer's heartbeat detects a loss
 
     async def send_eof(self) -> None:
         if self._half_closes:
-            await self.send(b"")
+            await self.send(b"")  # no deadline: likewise
 
     async def aclose(self) -> None:
         pass  # whoever has opened the WebSocket closes it
@@ -138,7 +138,7 @@ class HostPlace:
                     data = b"-"
                     while data:
                         data = context.read(MAX_MESSAGE_BYTES)
-                        await socket.send_bytes(data)
+                        await socket.send_bytes(data)  # no deadline: it has a heartbeat
                         await self._answer(socket)
 
     async def take(self, spec: ComputerSpec) -> ComputerMachine:
