@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Self
 
+from pydantic_core.core_schema import CoreSchema, str_schema
+
 __all__ = ["MAX_EXPERTS", "MAX_KEPT_IDS", "KeptIds", "RoutedExperts"]
 
 MAX_KEPT_IDS = 4096
@@ -69,6 +71,10 @@ class KeptIds:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        return str_schema()  # it is sent as its text
+
     def __repr__(self) -> str:
         return f"<KeptIds: {len(self.ids)} of {len(self.counts)} tokens>"
 
@@ -121,6 +127,10 @@ class RoutedExperts(NamedTuple):
     start: int
     width: int
     ids: bytes
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        return str_schema()  # it is sent as its text
 
     @property
     def end(self) -> int:

@@ -234,7 +234,7 @@ class Turn:
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Turn:
         """Rebuild a turn from its fields as plain data; raises like `Trajectory.from_dict`."""
-        parsed = {name: parse(row[name]) for name, parse in _TEXTS.items() if row.get(name)}
+        parsed = {name: _TEXTS[name](row[name]) for name in _TEXTS.keys() & {*row} if row[name]}
         return cls(
             **{
                 **row,

@@ -175,6 +175,25 @@ async def test_what_tests_write(pool: Pool, folder: Path, written: str, value: f
 
 
 @pytest.mark.parametrize(
+    ("machine", "offered", "network"),
+    [
+        ("", "bridge", "bridge"),
+        ("", "none", "none"),
+        ("allow_internet = false", "bridge", "none"),
+        ('network_mode = "no-network"', "allow:pypi.org", "none"),
+        ('allowed_hosts = ["pypi.org", "*.debian.org"]', "bridge", "allow:pypi.org,*.debian.org"),
+        ('allowed_hosts = ["pypi.org"]', "none", "none"),
+        ('allowed_hosts = ["pypi.org", "debian.org"]', "allow:pypi.org", "allow:pypi.org"),
+    ],
+)
+def test_task_gets_no_more_network_than_it_is_offered(
+    folder: Path, machine: str, offered: str, network: str
+) -> None:
+    (folder / "hello" / "task.toml").write_text(f"[environment]\n{machine}\n")
+    assert HarborTask.load(folder / "hello").environment.network(offered) == network
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("[environment]\ngpus = 1", "gpus"),

@@ -15,7 +15,7 @@ added otherwise is there: whoever runs a program that the agent has installed, o
 process that decides, trusts it; also a test.sh that runs `python -m` in a folder of the agent's.
 
 Not covered: compose files, tasks of several steps, MCP servers, GPUs, health checks, verifiers with
-an environment of their own, allow-lists of hosts. A task that needs one is refused.
+an environment of their own. A task that needs one is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ls -A /bin /sbin /usr/sbin /usr/local/bin /usr/local/sbin /opt/venv/bin /usr/lib
     /usr/local/lib/python3.*/*-packages /opt/venv/lib/python3.*/site-packages 2>/dev/null; true
 """
 MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
-UNSUPPORTED = ("healthcheck", "mcp_servers", "gpus", "skills_dir", "allowed_hosts", "tpu")
+UNSUPPORTED = ("healthcheck", "mcp_servers", "gpus", "skills_dir", "tpu")
 
 User = Annotated[str | None, pydantic.BeforeValidator(lambda v: None if v is None else str(v))]
 
@@ -87,6 +87,7 @@ class _Machine(pydantic.BaseModel):
     storage_mb: pydantic.PositiveInt = 10_240
     allow_internet: bool = True
     network_mode: str | None = None
+    allowed_hosts: list[str] = pydantic.Field(default_factory=list)
     workdir: str | None = None
     env: dict[str, str] = pydantic.Field(default_factory=dict)
 
@@ -101,6 +102,14 @@ class _Machine(pydantic.BaseModel):
             if size := re.fullmatch(r"([\d.]+)([KMG])B?", str(fields.get(old)).upper()):
                 fields = {**fields, f"{old}_mb": int(float(size[1]) * MIB[size[2]])}
         return fields
+
+    def network(self, offered: str) -> str:
+        """Return the computer's network, if the caller offers this one."""
+        if not self.allow_internet or self.network_mode == "no-network" or offered == "none":
+            return "none"
+        if self.allowed_hosts and not offered.startswith("allow:"):
+            return f"allow:{','.join(self.allowed_hosts)}"
+        return offered
 
 
 class HarborTask(pydantic.BaseModel):
@@ -192,7 +201,8 @@ async def task(
     Args:
         folder: a task's folder, or one that has them.
         network: `allow:HOST[:PORT],...`, or a network of the engine such as `bridge`, for tasks
-            that allow the internet; by default they have none.
+            that allow the internet; of the latter, tasks with `allowed_hosts` get these alone. By
+            default they have none.
         command_timeout_s: time limit of each of the agent's commands.
         oracle: run the task's solution before the agent begins.
         program: works in the computer in place of the agent: the setting `agent`.
@@ -202,10 +212,9 @@ async def task(
     machine = config.environment
     sandbox = agent.sandbox
     image = machine.docker_image or await sandbox.build_image(path / "environment")
-    is_open = machine.allow_internet and machine.network_mode != "no-network"
     async with sandbox.computer(
         image,
-        network=network if is_open else "none",
+        network=machine.network(network),
         limits=config.limits,
         user=config.agent.user,
         workdir=machine.workdir,
