@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.sandbox import ComputerLimits
-from agentloop.sandbox.computer.egress import AllowList, Refused, is_public, parse_request
+from agentloop.sandbox.computer.egress import (
+    AllowList,
+    Refused,
+    is_public,
+    parse_request,
+    read_address,
+)
 from agentloop.sandbox.computer.machine import ComputerSpec
 from agentloop.sandbox.computer.proxy import PathProxy
 
@@ -162,3 +168,25 @@ def test_requests_below_the_path_are_passed_on() -> None:
 def test_other_requests_are_refused(line: str) -> None:
     with pytest.raises(Refused):
         OURS._parse(line.encode())
+
+
+@pytest.mark.parametrize(
+    ("listed", "address", "is_allowed"),
+    [
+        ("0.0.0.0/0", "1.1.1.1", True),
+        ("0.0.0.0/0", "10.0.0.1", True),
+        ("0.0.0.0/0", "127.0.0.1", False),
+        ("0.0.0.0/0", "169.254.169.254", False),
+        ("0.0.0.0/0", "0.0.0.0", False),
+        ("[::/0]", "2606:4700::1", True),
+        ("[::/0]", "::1", False),
+        ("[::/0]", "fe80::1", False),
+        ("127.0.0.0/8", "127.0.0.1", True),
+        ("169.254.169.254", "169.254.169.254", True),
+        ("[::ffff:10.0.0.1]", "10.0.0.1", True),
+    ],
+)
+def test_wide_networks_have_no_address_of_loopback_or_the_link(
+    listed: str, address: str, is_allowed: bool
+) -> None:
+    assert AllowList.parse(f"allow:{listed}").has(read_address(address), 443) is is_allowed

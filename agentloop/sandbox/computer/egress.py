@@ -60,7 +60,8 @@ class AllowList:
                 if host == "*" or _is_name(host.removeprefix("*.")):
                     names.append((host, ports))
                 else:
-                    networks.append((ip_network(host), ports))
+                    listed = host if "/" in host else read_address(host)
+                    networks.append((ip_network(listed), ports))
             except ValueError:
                 raise ValueError(
                     f"network: {entry!r} is neither a name, nor *. and a name, nor an address or "
@@ -72,7 +73,14 @@ class AllowList:
         """Return whether a name, or an address itself, is listed with a port."""
         if isinstance(host, str):
             return any(port in ports and fnmatchcase(host, name) for name, ports in self.names)
-        return any(port in ports and host in network for network, ports in self.networks)
+        return any(port in ports and _lists(network, host) for network, ports in self.networks)
+
+
+def _lists(network: Network, address: Address) -> bool:
+    """Return whether a network has an address; one of loopback or a link, if all of it is such."""
+    is_near = address.is_loopback or address.is_link_local or address.is_unspecified
+    is_all_near = network.is_loopback or network.is_link_local or network.is_unspecified
+    return address in network and (is_all_near or not is_near)
 
 
 def _split_host(text: str) -> tuple[str, int | None]:
