@@ -22,10 +22,13 @@ from tests.patience import patient
 
 
 class Shop:
-    """A tool with a connection that it opens where it is made, or at its first call."""
+    """A tool with a connection that it opens where it is made, or at its first call.
+
+    Two calls at the same time would both begin a transaction, so there are none.
+    """
 
     def __init__(self, *, is_lazy: bool) -> None:
-        self.db = None if is_lazy else sqlite3.connect(":memory:")
+        self.db = None if is_lazy else sqlite3.connect(":memory:", isolation_level=None)
 
     def query(self, sql: str) -> str:
         """Ask the shop.
@@ -34,7 +37,7 @@ class Shop:
             sql: A statement.
         """
         if self.db is None:
-            self.db = sqlite3.connect(":memory:")
+            self.db = sqlite3.connect(":memory:", isolation_level=None)
         return str(self.db.execute(sql).fetchall())
 
 
