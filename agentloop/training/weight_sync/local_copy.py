@@ -41,12 +41,14 @@ class LocalCopy:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             _remove_dead(parent)
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            lock = os.open(folder, os.O_RDONLY)
+            # Hidden from others, which would take it for a dead one's, until it is locked.
+            hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+            lock = os.open(hidden, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = hidden.rename(parent / hidden.name[1:])
         except OSError as error:
             raise ServerError(f"weights.local_folder: {error}") from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield cls(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
