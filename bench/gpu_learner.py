@@ -85,10 +85,13 @@ async def siblings(setup: Setup) -> list[Row]:
 
 
 async def passes(setup: Setup) -> list[Row]:
-    """Speed and memory with a whole step in one pass, and without torch's compiler."""
-    one_pass = setup.learner(micro_batch_tokens=setup.size.step_tokens)
+    """Speed and memory with a whole step in one pass, with passes that grow to what the memory
+    holds, and without torch's compiler."""
+    batches = setup.batches()
+    sizes = {"a whole step in a pass": setup.size.step_tokens, "passes that grow": None}
     rows = [
-        await _steps(setup, f"passes of {one_pass.micro_batch_tokens:,}", one_pass, setup.batches())
+        await _steps(setup, name, setup.learner(micro_batch_tokens=tokens), batches)
+        for name, tokens in sizes.items()
     ]
     with patch.dict(os.environ, TORCH_COMPILE_DISABLE="1"):
         rows.append(await _steps(setup, "not compiled", setup.learner(), setup.batches()))
@@ -229,22 +232,22 @@ async def attention(setup: Setup) -> list[Row]:
         output.backward(weights.detach())
         return [output.detach(), *(tensor.grad for tensor in tensors)]
 
-    def ours(
-        kernel: Callable[..., Any], segments: tuple[PackedSegment, ...], device: str = setup.device
-    ) -> Callable[..., Any]:
-        given = arguments(segments, torch.device(device))
-        return lambda q, k, v: kernel(None, q, k, v, None, **given)[0]
+    def packed(segments: tuple[PackedSegment, ...]) -> Callable[..., Any]:
+        given = arguments(segments, torch.device(setup.device))
+        return lambda q, k, v: packed_attention(None, q, k, v, None, **given)[0]
 
-    kernels = {"one sample at a time": (apart, ours(attention_by_sample, apart))}
+    def by_sample(segments: tuple[PackedSegment, ...]) -> Callable[..., Any]:
+        return lambda q, k, v: attention_by_sample(q, k, v, segments)
+
+    kernels = {"one sample at a time": (apart, by_sample(apart))}
     if flash_runs_on(placed[setup.device][0].bfloat16()):
-        kernels["packed: torch's FlashAttention"] = (apart, ours(packed_attention, apart))
-        kernels["the same, 16 responses to a prompt"] = (shared, ours(packed_attention, shared))
+        kernels["packed: torch's FlashAttention"] = (apart, packed(apart))
+        kernels["the same, 16 responses to a prompt"] = (shared, packed(shared))
     if setup.on_gpu:
         flex = flex_attention_over(lengths, setup.device)
         kernels["FlexAttention, compiled"] = (apart, flex)
     exact = {
-        segments: run(ours(attention_by_sample, segments, "cpu"), torch.float32, "cpu")
-        for segments in (apart, shared)
+        segments: run(by_sample(segments), torch.float32, "cpu") for segments in (apart, shared)
     }
     rows = []
     for name, (segments, kernel) in kernels.items():

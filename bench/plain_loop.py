@@ -70,7 +70,7 @@ class Plain:
         share, samples = self._how == "shared", range(len(lengths))
         order, shared = shared_prefixes(batch, samples) if share else ([*samples], [])
         lengths = [lengths[index] for index in order]
-        for indices in arrange(lengths, self._settings.micro_batch_tokens, self._how, shared):
+        for indices in arrange(lengths, self._settings.max_sample_tokens, self._how, shared):
             chosen = [order[index] for index in indices]
             loss = self.loss(make_micro_batch(batch, chosen, weights, share=share))
             loss.backward()

@@ -55,7 +55,7 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
                 changed[:] = differences(record.made_with, current)
                 for line in changed:
                     progress.say(f"Other than in the run: {line}")
-                yield Replayer(started, learner.micro_batch_tokens)
+                yield Replayer(started, learner.max_sample_tokens)
 
         def tell(step: ReplayedStep) -> None:
             progress.say(step_line(step))

@@ -21,6 +21,7 @@ def report(plan: Plan) -> str:
 def _lines(p: Plan) -> Iterator[str]:
     s, loop, learner, shape = p.settings, p.settings.loop, p.settings.learner, p.shape
     by = "counted in the weights" if shape.counted else "from the configuration"
+    measures = p.on_gpus and learner.micro_batch_tokens is None  # how many tokens a pass may have
     yield f"model      {p.folder}: {amount(shape.num_parameters)} parameters ({by})"
     yield (
         f"           {shape.num_layers} layers of {shape.hidden_size}, vocabulary "
@@ -34,9 +35,12 @@ def _lines(p: Plan) -> Iterator[str]:
         f"{count_of(p.num_rollouts, 'rollout')} of at most {tokens} tokens and "
         f"{count_of(s.budget.max_turns, 'turn')}, {amount(p.max_tokens)} tokens in total"
     )
+    passes = f"at least {count_of(_micro_batches(p), 'micro-batch', 'micro-batches')} per rank, "
+    if measures:
+        passes = ""
     yield (
         f"  train    on at most {number(p.num_kept)} of them, {amount(p.max_kept_tokens)} "
-        f"tokens: at least {count_of(_micro_batches(p), 'micro-batch', 'micro-batches')} per rank, "
+        f"tokens: {passes}"
         f"{count_of(learner.updates_per_batch, 'optimizer step')}"
     )
     where = count_of(s.server.count, "server")
@@ -58,12 +62,13 @@ def _lines(p: Plan) -> Iterator[str]:
     if learner.lora.rank:
         yield f"  LoRA with {amount(num_trained(shape, learner))} trained parameters"
     kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
+    more = "; more at once where there is room" if measures else ""
     parts = (
         ("weights", m.weights, ""),
         ("gradients", m.gradients, ""),
         ("optimizer", m.optimizer, ""),
         ("buffers", m.buffers, "DeepSpeed's"),
-        ("activations", m.activations, f"{number(learner.micro_batch_tokens)} tokens, {kept}"),
+        ("activations", m.activations, f"{number(p.pass_tokens)} tokens, {kept}{more}"),
         ("logits", m.logits, f"{number(learner.head_chunk_tokens)} tokens at a time"),
     )  # fmt: skip
     for name, num_bytes, note in parts:
@@ -103,9 +108,8 @@ def _lines(p: Plan) -> Iterator[str]:
 
 
 def _micro_batches(p: Plan) -> int:
-    tokens = p.settings.learner.micro_batch_tokens
     ranks = p.settings.ranks
-    return math.ceil(p.max_kept_tokens / tokens / (ranks.nproc_per_node * ranks.nodes))
+    return math.ceil(p.max_kept_tokens / p.pass_tokens / (ranks.nproc_per_node * ranks.nodes))
 
 
 def _phases(p: Plan) -> Iterator[str]:

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "BY_SAMPLE",
     "PACKED",
-    "SEGMENTED",
     "arguments",
+    "attention_by_sample",
     "flash_runs_on",
     "gpu_has_kernel",
     "has_state",
@@ -51,9 +50,7 @@ __all__ = [
 ]
 
 PACKED = "packed"
-BY_SAMPLE = "packed_by_sample"
-SEGMENTED = (PACKED, BY_SAMPLE)
-"""Names of the implementations here, which a model passes the segments of a micro-batch."""
+"""Name of the implementation here, which a model passes the segments of a micro-batch."""
 
 _MAX_HEAD_DIM = 256  # FlashAttention's
 _MIN_CAPABILITY = (8, 0)  # Ampere
@@ -114,26 +111,9 @@ def packed_attention(
     """
     _check_supported(module, attention_mask, **more)
     if dropout or not flash_runs_on(query):
-        return _by_sample(query, key, value, more["segments"], scaling, dropout), None
+        return attention_by_sample(query, key, value, more["segments"], scaling, dropout), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return flash.attend(query, key, value, scaling, **more)[None], None
-
-
-def attention_by_sample(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Like `packed_attention`, always one sample at a time: what the other form is compared
-    with."""
-    _check_supported(module, attention_mask, **more)
-    return _by_sample(query, key, value, more["segments"], scaling, dropout), None
 
 
 def flash_runs_on(query: Tensor) -> bool:
@@ -176,14 +156,15 @@ def _check_supported(
         raise NotImplementedError(f"packed attention supports no chunks of {chunk} tokens")
 
 
-def _by_sample(
+def attention_by_sample(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     segments: Sequence[PackedSegment],
-    scaling: float | None,
-    dropout: float,
+    scaling: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
+    """Return the attention of segments, [1, L, heads, D], one sample at a time."""
     if any(last > end for _, end, last in segments):
         shared: Tensor = _SharedAttention.apply(query, key, value, segments, scaling)
         return shared.transpose(1, 2)
@@ -284,12 +265,10 @@ def _blocks(segments: Sequence[PackedSegment]) -> Iterator[tuple[slice, slice, b
 
 def why_not_shared(model: PreTrainedModel, settings: LearnerSettings, device: str) -> str | None:
     """Return why samples of this model must not share tokens, or None if they may."""
-    if settings.attention not in SEGMENTED:
+    if settings.attention != PACKED:
         return f"learner.attention = {settings.attention} finds samples by their positions"
-    if device != "cpu" and not (
-        settings.attention == PACKED and settings.dtype == "bfloat16" and gpu_has_kernel()
-    ):
-        return "on a GPU it needs learner.attention = packed, bfloat16 and torch's FlashAttention"
+    if device != "cpu" and not (settings.dtype == "bfloat16" and gpu_has_kernel()):
+        return "on a GPU it needs bfloat16 and torch's FlashAttention"
     config = model.config.to_dict()
     for name, value in config.items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:
@@ -309,8 +288,7 @@ def has_state(model: PreTrainedModel) -> bool:
 
 
 def register() -> None:
-    """Register the implementations with transformers under their names."""
+    """Register the implementation with transformers under its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED, packed_attention)
-    AttentionInterface.register(BY_SAMPLE, attention_by_sample)

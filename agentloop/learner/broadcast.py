@@ -97,15 +97,6 @@ class Broadcaster:
                 "for which rank 0 waits for servers"
             )
 
-    def check_bucket(self, index: int) -> None:
-        """Check that the bucket exists.
-
-        Raises:
-            RankError: It does not.
-        """
-        if not 0 <= index < len(self._buckets):
-            raise RankError(f"bucket: {index} does not exist, there are {len(self._buckets)}")
-
     def layout(self, out: Path) -> LayoutReply:
         """Write the content of each bucket to `out`.
 

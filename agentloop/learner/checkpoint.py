@@ -15,15 +15,15 @@ LoRA it holds the adapters alone; the base model is the one that training starts
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+import pydantic
 import torch
 
 from agentloop.learner import universal
@@ -42,37 +42,29 @@ _CONVERTED = ("num_ranks", "zero_stage")
 Work = Callable[[], None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """The content of state.json.
+class SavedState(pydantic.BaseModel):
+    """The content of state.json; its further fields are those of `_shape`."""
 
-    Attributes:
-        shape: The settings that the policy's state depends on, by name; see `_shape`.
-    """
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
     state: TrainingState
-    counters: Counters
-    shape: Mapping[str, Any]
+    num_updates: int
+    num_skipped: int
+    warm_from: int
 
     @classmethod
     def of(cls, policy: Policy, state: TrainingState) -> Self:
-        return cls(state, policy.counters(), _shape(policy))
+        values = asdict(policy.counters()) | _shape(policy)
+        return cls.model_validate({"state": state, **values})
 
-    def to_json(self) -> str:
-        """Return all values as one object, and the trainer's state as an object in it."""
-        state = self.state.model_dump(mode="json", exclude_none=True)
-        return json.dumps({"state": state, **asdict(self.counters), **self.shape}, indent=2)
+    @property
+    def counters(self) -> Counters:
+        return Counters(self.num_updates, self.num_skipped, self.warm_from)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the output of `to_json`. Raises ValueError."""
-        try:
-            values = json.loads(text)
-            state = TrainingState.model_validate(values.pop("state"))
-            counters = Counters(*(values.pop(field.name) for field in fields(Counters)))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a field is missing or invalid: {error!r}") from error
-        return cls(state, counters, values)
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """The settings that the policy's state depends on, by name."""
+        return self.model_extra or {}
 
 
 class Saver:
@@ -167,7 +159,7 @@ def _phases(
 
     def complete() -> None:
         with writing(folder):
-            (partial / _STATE).write_text(saved.to_json() + "\n", "utf-8")
+            (partial / _STATE).write_text(saved.model_dump_json(indent=2) + "\n", "utf-8")
             appear(partial, folder, durable=True)
             _remove_older(folder, policy.settings.keep_checkpoints)
 
@@ -239,7 +231,7 @@ def read_state(policy: Policy, folder: Path) -> SavedState:
         RankError: There is no checkpoint, or it belongs to a different kind of policy.
     """
     try:
-        saved = SavedState.from_json((folder / _STATE).read_text("utf-8"))
+        saved = SavedState.model_validate_json((folder / _STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise RankError(f"{folder}: not a checkpoint: {error}") from error
     for name, expected in _shape(policy).items():

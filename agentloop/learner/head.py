@@ -86,23 +86,12 @@ class Head(torch.nn.Module):  # type: ignore[misc]  # mypy skips torch
 
     def _score(self, hidden: Tensor, targets: Tensor, kept: Tensor | None) -> Scores:
         options = (self._temperature, self._entropy_grad)
-        if kept is not None:
-            logits = functional.linear(hidden, self.weight, self.bias)
-            return kept_scores_of(logits, targets, kept, *options)
-        score = _compiled_scores() if self._compiled else _scores
-        scores: Scores = score(hidden, self.weight, self.bias, targets, *options)
-        return scores
-
-
-def _scores(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    entropy_grad: bool,
-) -> Scores:
-    return scores_of(functional.linear(hidden, weight, bias), targets, temperature, entropy_grad)
+        if kept is None and self._compiled:
+            return _compiled_scores()(hidden, self.weight, self.bias, targets, *options)
+        logits = functional.linear(hidden, self.weight, self.bias)
+        if kept is None:
+            return scores_of(logits, targets, *options)
+        return kept_scores_of(logits, targets, kept, *options)
 
 
 def scores_of(

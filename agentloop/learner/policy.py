@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agentloop.errors import ModelError
 from agentloop.learner.attention import (
-    SEGMENTED,
+    PACKED,
     arguments,
     has_state,
     register,
@@ -50,6 +50,7 @@ from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.names import conversions_of
 from agentloop.learner.optimizer import adamw, batch_operations, deepspeed_config
+from agentloop.learner.pass_size import PassSize
 from agentloop.learner.reference import Reference
 from agentloop.learner.routing import RoutingReplay
 from agentloop.learner.utilization import Work, peak_tflops
@@ -205,7 +206,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
             return scores_of(logits_LV.index_select(0, predictors_M), targets_M, self._temperature)
         more: dict[str, object] = {}
-        if self._attention in SEGMENTED:
+        if self._attention == PACKED:
             more |= arguments(segments, ids_L.device)
         if self._has_state:
             more |= state_arguments(segments, ids_L.device)
@@ -295,6 +296,7 @@ class Policy:
         self.conversions = conversions_of(self.model, self.start)
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
+        self._pass_size = PassSize(settings, world)
         self._zero = torch.zeros((), dtype=torch.float64, device=world.device)
         reason = why_not_shared(self.model, settings, world.device.type)
         self._shares = reason is None
@@ -331,7 +333,7 @@ class Policy:
         self.engine.train()
         compared.require_same(self.settings.dtype)
         reason = compared.why_not_packed(self.settings.dtype) or depends_on_longest(
-            self.model.config, self.settings.micro_batch_tokens
+            self.model.config, self.settings.max_sample_tokens
         )
         self._packs = reason is None
         if reason:
@@ -368,13 +370,13 @@ class Policy:
     def step(self, batch: Batch, lr: float | None = None) -> StepReply:
         """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
 
-        A sample longer than `micro_batch_tokens` is left out: a forward pass of it might not fit
+        A sample longer than `max_sample_tokens` is left out: a forward pass of it might not fit
         into memory, and one long prompt must not end a run.
 
         Raises:
             GradientError: Too many steps in a row had no finite gradient.
         """
-        fitting = batch.up_to(self.settings.micro_batch_tokens)
+        fitting = batch.up_to(self.settings.max_sample_tokens)
         num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
         metrics = self._empty_metrics() if fitting is None else self._step(fitting, lr)
         return StepReply.model_validate({**metrics, "num_too_long": num_too_long})
@@ -414,6 +416,7 @@ class Policy:
             **self._replayed(batch),
             "skipped": sum(update.skipped for update in done),
             **self._speed(batch, clock),
+            **self._pass_size.measure(self.world),
         }
         # JSON has neither infinity nor NaN.
         return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
@@ -437,8 +440,6 @@ class Policy:
         if self._work and self._peak_tflops:
             work = self._work.of_batch(lengths, int(batch.mask.sum()), shared)
             speed["mfu"] = work / seconds / (self._peak_tflops * 1e12 * self.world.size)
-        if peak := self.world.peak_memory():
-            speed["peak_memory_gib"] = peak / 2**30
         return speed
 
     def _update(
@@ -560,12 +561,14 @@ class Policy:
         self, batch: Batch, samples: Sequence[int], weights_T: Array
     ) -> Iterator[MicroBatch]:
         order, shared = self._in_order(batch, samples)
-        budget = self.settings.micro_batch_tokens
         lengths = batch.lengths[order].tolist()
-        ranks = plan(lengths, budget, self.world.size, shared, packs=self._packs)
+        limit = self._pass_size.limit(lengths)
+        ranks = plan(lengths, limit, self.world.size, shared, packs=self._packs)
         for indices in ranks[self.world.rank]:
             chosen = [order[i] for i in indices]
-            yield make_micro_batch(batch, chosen, weights_T, share=self._shares)
+            micro = make_micro_batch(batch, chosen, weights_T, share=self._shares)
+            self._pass_size.largest = max(self._pass_size.largest, len(micro.ids))
+            yield micro
 
     def _in_order(self, batch: Batch, samples: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return `shared_prefixes`, unless the model can share nothing."""

@@ -62,9 +62,8 @@ from agentloop.training.learner_client.protocol import (
     encode,
 )
 
-__all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "ControlChannel", "serve"]
+__all__ = ["SOCKET_VARIABLE", "ControlChannel", "serve"]
 
-FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 _MAX_LINE = 1 << 20
 _POLL_S = 0.5  # between checks of a checkpoint that is being written
@@ -80,26 +79,18 @@ class ControlChannel:
 
     @classmethod
     def open(cls) -> ControlChannel:
-        """Open the socket given by AGENTLOOP_LEARNER_FD or AGENTLOOP_LEARNER_SOCKET.
-
-        The first is a descriptor; the second a path, to which a guardian's child can connect.
+        """Connect to the supervisor's socket, whose path AGENTLOOP_LEARNER_SOCKET has.
 
         Raises:
-            RankError: Neither is set, or nothing listens there.
+            RankError: Nothing listens there.
         """
-        number, path = os.environ.get(FD_VARIABLE), os.environ.get(SOCKET_VARIABLE)
+        path, stream = os.environ.get(SOCKET_VARIABLE, ""), socket.socket(socket.AF_UNIX)
         try:
-            if number:
-                return cls(socket.socket(fileno=int(number)))
-            if path:
-                stream = socket.socket(socket.AF_UNIX)
-                stream.connect(path)
-                return cls(stream)
-        except (OSError, ValueError) as error:
-            raise RankError(
-                f"cannot connect to the supervisor at {number or path}: {error}"
-            ) from error
-        raise RankError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}, the source of requests")
+            stream.connect(path)
+        except OSError as error:
+            text = f"{SOCKET_VARIABLE}: no supervisor listens at {path!r}: {error}"
+            raise RankError(text) from error
+        return cls(stream)
 
     def next(self, timeout_s: float) -> Request[Reply] | None:
         """Return the next request, or None if no valid one arrives in time.
@@ -203,7 +194,7 @@ def _prepare(
             return lambda: _step(policy, saver, trained, request)
         case ScoreRequest():
             scored = _batch(policy, request.batch)
-            plan(scored.lengths.tolist(), policy.settings.micro_batch_tokens, policy.world.size)
+            plan(scored.lengths.tolist(), policy.settings.max_sample_tokens, policy.world.size)
             return lambda: _score(policy, scored, request.out)
         case PublishRequest():
             _make_partial(policy, request.folder)
@@ -230,7 +221,6 @@ def _prepare(
             return lambda: broadcaster.join(request)
         case SendRequest():
             broadcaster.check(request.num_updates)
-            broadcaster.check_bucket(request.bucket)
             return lambda: broadcaster.send(request.bucket, request.layout)
         case LeaveRequest():
             return broadcaster.leave

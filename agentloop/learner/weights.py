@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from agentloop.learner.errors import RankError, WriteError
+from agentloop.learner.errors import WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.lora import adapted_layers, delta
 from agentloop.learner.names import Conversion, named_tensors
@@ -43,7 +43,6 @@ __all__ = [
     "publish",
     "split",
     "trained_tensors",
-    "verify",
 ]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
@@ -141,23 +140,6 @@ def _differences(folder: Path, base: Path | None, names: Sequence[str]) -> dict[
         if name in before
         and write_difference(base / name, folder / name, folder / (name + DIFFERENCE))
     }
-
-
-def verify(folder: Path) -> str:
-    """Check the files in `folder` against their checksums and return the version.
-
-    Raises:
-        RankError: A file differs or cannot be read; the message names it.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-        for file, expected in manifest["sha256"].items():
-            if _sha256(folder / file) != expected:
-                raise RankError(f"{folder / file}: sha256 differs from the published one")
-    except (OSError, ValueError) as error:
-        raise RankError(f"{folder}: {error}") from error
-    version: str = manifest["version"]
-    return version
 
 
 class PublishedTensor(NamedTuple):
@@ -289,8 +271,3 @@ def _write_others(policy: Policy, target: Path) -> None:
         config = {**model.config.to_dict(), "architectures": [kind]}
     config = true_config(config, settings.publish_dtype)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from itertools import pairwise
@@ -22,12 +23,27 @@ import torch.distributed as dist
 
 from agentloop.learner.errors import RankError
 
-__all__ = ["BackgroundTask", "Clock", "World", "made_with", "to_device"]
+__all__ = ["BackgroundTask", "Clock", "DeviceMemory", "World", "made_with", "to_device"]
 
 T = TypeVar("T")
 
 _BEATS_PER_TIMEOUT = 4
 _MAX_BEAT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of an accelerator, in bytes.
+
+    Attributes:
+        lasting: What tensors take now.
+        peak: What they took at most.
+        limit: What they could take; other processes have the rest.
+    """
+
+    lasting: int
+    peak: int
+    limit: int
 
 
 class World:
@@ -68,15 +84,19 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
+    def gather(self, item: T) -> list[T]:
+        """Return every rank's `item` on every rank (collective)."""
+        items = [item] * self.size
+        dist.all_gather_object(items, item, group=self._control)
+        return items
+
     def raise_if_any(self, error: RankError | None) -> None:
         """Raise the same error on every rank if any rank passes one (collective).
 
         Raises:
             RankError: The error of the lowest rank that passed one.
         """
-        errors: list[RankError | None] = [None] * self.size
-        dist.all_gather_object(errors, error, group=self._control)
-        for rank_error in errors:
+        for rank_error in self.gather(error):
             if rank_error is not None:
                 raise rank_error
 
@@ -100,9 +120,7 @@ class World:
         Each rank waits for its own task for at most `within_s`, which must be below the timeout of
         a collective.
         """
-        done = [False] * self.size
-        dist.all_gather_object(done, task.wait(within_s), group=self._control)
-        return all(done)
+        return all(self.gather(task.wait(within_s)))
 
     def wait(self) -> None:
         """Wait for all ranks (collective)."""
@@ -130,16 +148,21 @@ class World:
         if self._cuda:
             torch.cuda.empty_cache()
 
-    def peak_memory(self) -> int:
-        """Return the peak bytes of accelerator memory used by tensors since the last call.
+    def memory(self) -> DeviceMemory | None:
+        """Return what tensors took of the accelerator's memory since the last call.
 
-        Without an accelerator it is 0.
+        Without an accelerator it is None.
         """
         if not self._cuda:
-            return 0
-        peak: int = torch.cuda.max_memory_allocated(self.device)
+            return None
+        free = torch.cuda.mem_get_info(self.device)[0]
+        memory = DeviceMemory(
+            lasting=torch.cuda.memory_allocated(self.device),
+            peak=torch.cuda.max_memory_allocated(self.device),
+            limit=torch.cuda.memory_reserved(self.device) + free,
+        )
         torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+        return memory
 
     def finish(self) -> None:
         """Wait until the accelerator has finished its queued work."""

@@ -12,6 +12,7 @@ import multiprocessing.forkserver
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -157,9 +158,7 @@ def _run(
     target(*args)
 
 
-def _rank(settings: Path, end: socket.socket | None, before: Callable[[Path], None] | None) -> None:
-    if end is not None:
-        os.environ["AGENTLOOP_LEARNER_FD"] = str(end.detach())
+def _rank(settings: Path, before: Callable[[Path], None] | None) -> None:
     if before is not None:
         before(settings.parent)
     sys.exit(main([str(settings)]))
@@ -208,8 +207,6 @@ def started(
     file, log = folder / "settings.json", folder / "ranks.log"
     file.write_text(settings.model_dump_json())
     log.write_bytes(b"")
-    ours, theirs = socket.socketpair()
-    ours.settimeout(250)
     environment = {
         **os.environ,
         "WORLD_SIZE": str(num_ranks),
@@ -218,20 +215,27 @@ def started(
         "MASTER_PORT": str(free_port()),
     }
     processes: list[Forked] = []
-    with ours:
-        with theirs:
-            for rank in range(num_ranks):
-                mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                end = theirs if rank == 0 else None
-                processes.append(
-                    Forked(_rank, file, end, before, environment={**environment, **mine}, log=log)
-                )
+    with (
+        tempfile.TemporaryDirectory(prefix="ranks-") as short,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        environment["AGENTLOOP_LEARNER_SOCKET"] = f"{short}/socket"
+        listener.bind(f"{short}/socket")
+        listener.listen()
+        listener.settimeout(250)
+        for rank in range(num_ranks):
+            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                Forked(_rank, file, before, environment={**environment, **mine}, log=log)
+            )
         try:
-            ranks = Ranks(processes, ours, log)
-            ranks.ready = ranks.answer()
-            assert ranks.ready.get("ready"), ranks.ready
-            yield ranks
-            ranks.hang_up()
+            with listener.accept()[0] as ours:
+                ours.settimeout(250)
+                ranks = Ranks(processes, ours, log)
+                ranks.ready = ranks.answer()
+                assert ranks.ready.get("ready"), ranks.ready
+                yield ranks
+                ranks.hang_up()
         finally:
             for process in processes:
                 process.kill()

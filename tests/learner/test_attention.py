@@ -112,10 +112,7 @@ def output_and_gradients(compute: Callable[..., Any], tensors: list[Any]) -> lis
 
 
 def by_sample(query: Any, key: Any, value: Any, segments: tuple[PackedSegment, ...] = APART) -> Any:
-    more = arguments(segments, query.device)
-    return attention.attention_by_sample(None, query, key, value, None, scaling=SIZE**-0.5, **more)[
-        0
-    ]
+    return attention.attention_by_sample(query, key, value, segments, SIZE**-0.5)
 
 
 def on_gpu(segments: tuple[PackedSegment, ...]) -> Any:

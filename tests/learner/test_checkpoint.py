@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 import torch
 
-from agentloop.learner.checkpoint import SavedState, _copy_to_host, _shape, read_state
+from agentloop.learner.checkpoint import SavedState, _copy_to_host, read_state
 from agentloop.learner.errors import RankError
 from agentloop.learner.policy import Counters
 from agentloop.models import SMALL
@@ -30,13 +30,17 @@ def policy(**settings: Any) -> Any:
 
 
 def state_of(policy: Any) -> SavedState:
-    return SavedState(TrainingState(step=3, version=2), Counters(3, 1, 2), _shape(policy))
+    policy.counters = lambda: Counters(3, 1, 2)
+    return SavedState.of(policy, TrainingState(step=3, version=2))
 
 
 def test_state_of_a_checkpoint_survives_the_file() -> None:
     saved = state_of(policy(init="random", config={"num_hidden_layers": 2}))
-    assert SavedState.from_json(saved.to_json()) == saved
-    assert json.loads(saved.to_json())["state"] == {"step": 3, "version": 2}
+    assert SavedState.model_validate_json(saved.model_dump_json()) == saved
+    assert json.loads(saved.model_dump_json())["state"] == {
+        "step": 3,
+        "version": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -62,14 +66,14 @@ def test_adapters_of_another_model_are_refused(
     tmp_path: Path, other: dict[str, Any], name: str
 ) -> None:
     saved = policy(init="random")
-    (tmp_path / "state.json").write_text(state_of(saved).to_json())
+    (tmp_path / "state.json").write_text(state_of(saved).model_dump_json())
     read_state(saved, tmp_path)
     with pytest.raises(RankError, match=f"saved with {name} "):
         read_state(policy(**{"init": "random", **other}), tmp_path)
 
 
 def test_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(state_of(policy()).to_json())
+    (tmp_path / "state.json").write_text(state_of(policy()).model_dump_json())
     read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
 
 

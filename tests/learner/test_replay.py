@@ -114,7 +114,7 @@ async def test_run_of_two_lives_again_in_one(
     async def start(record: LearnerRecord) -> AsyncIterator[Replayer]:
         assert record.made_with["threads"] == "2"
         async with learner(replay.logs) as kept:
-            yield Replayer(kept, SETTINGS.micro_batch_tokens)
+            yield Replayer(kept, SETTINGS.max_sample_tokens)
 
     result: list[ReplayedStep] = []
     tokens: dict[int, TokenDifferences] = {}

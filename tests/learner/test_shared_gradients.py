@@ -68,7 +68,6 @@ def test_in_bfloat16_shared_samples_are_as_exact_as_separate_ones() -> None:
     ("update", "config", "reason"),
     [
         ({}, {}, None),
-        ({"attention": "packed_by_sample"}, {}, None),
         ({"attention": "sdpa"}, {}, "learner.attention = sdpa"),
         ({}, {"attention_dropout": 0.1}, "attention_dropout of 0.1"),
         ({}, {"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01"),

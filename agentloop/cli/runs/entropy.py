@@ -90,7 +90,7 @@ async def _score_groups(
     longest = max(len(rollout.ids) for rollouts in groups.values() for rollout in rollouts)
     of_run = settings.learner.model_copy(
         update={
-            "micro_batch_tokens": max(settings.learner.micro_batch_tokens, longest),
+            "micro_batch_tokens": max(settings.learner.max_sample_tokens, longest),
             # Published weights are merged and new adapters are zero, so outputs do not change.
             # With adapters, gradients and optimizer state need next to no memory.
             "lora": LoraSettings(rank=1),

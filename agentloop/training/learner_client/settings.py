@@ -156,21 +156,22 @@ class TrainingSettings(pydantic.BaseModel):
     attention: str = pydantic.Field(
         "packed",
         description="Attention over packed samples. packed: torch's FlashAttention on a "
-        "GPU in bfloat16, elsewhere its scaled_dot_product_attention, one sample at a time; "
-        "packed_by_sample: always the latter. Otherwise an implementation of transformers: "
-        "flash_attention_2, or sdpa (slow, for comparison).",
+        "GPU in bfloat16, elsewhere its scaled_dot_product_attention, one sample at a time. "
+        "Otherwise an implementation of transformers: flash_attention_2, or sdpa (slow, for "
+        "comparison).",
     )
     activation_checkpointing: bool = pydantic.Field(
         False,
         description="Recompute activations in the backward pass, which takes less memory and more "
         "time.",
     )
-    micro_batch_tokens: int = pydantic.Field(
-        16_384,
+    micro_batch_tokens: int | None = pydantic.Field(
+        None,
         ge=2,
         description="Maximum number of tokens in a forward pass of a rank; gradients are "
         "accumulated over the micro-batches of a batch. Longer samples are left out and counted in "
-        "num_too_long.",
+        "num_too_long. By default 16384; on a GPU, passes then grow to what its memory holds, up "
+        "to 65536.",
     )
     head_chunk_tokens: int = pydantic.Field(
         1024,
@@ -207,6 +208,11 @@ class TrainingSettings(pydantic.BaseModel):
         "sets.",
     )
     lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
+
+    @property
+    def max_sample_tokens(self) -> int:
+        """Number of tokens of the longest sample that is trained on."""
+        return self.micro_batch_tokens or 16_384
 
     @pydantic.model_validator(mode="after")
     def _shared_out(self) -> Self:

@@ -121,9 +121,9 @@ def _groups(s: TrainSettings) -> Iterator[str]:
 
 def _lengths(s: TrainSettings) -> Iterator[str]:
     num_tokens = s.as_one_stage().budget.max_response_tokens
-    if s.learner.micro_batch_tokens <= num_tokens:
+    if s.learner.max_sample_tokens <= num_tokens:
         yield (
-            f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} must be above "
+            f"learner.micro_batch_tokens: {s.learner.max_sample_tokens} must be above "
             f"budget.max_response_tokens ({num_tokens}): a prompt comes on top"
         )
 

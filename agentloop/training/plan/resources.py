@@ -212,13 +212,18 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The estimated requirements of a run."""
+    """The estimated requirements of a run.
+
+    Attributes:
+        pass_tokens: tokens of a forward pass; where a GPU's memory decides, those of one rollout.
+    """
 
     settings: TrainSettings
     machine: Machine
     folder: Path
     shape: ModelShape
     on_gpus: bool
+    pass_tokens: int
     learner: LearnerMemory
     server: ServerMemory
     disk: Disk
@@ -324,14 +329,18 @@ def plan(
         )
     machine = machine or this_machine(settings.run.folder)
     shape = ModelShape.read(folder, changes)
-    on_gpus = serves_on_gpus(settings)
+    on_gpus, learner = serves_on_gpus(settings), settings.learner
+    if learner.micro_batch_tokens is None and on_gpus:
+        tokens = settings.budget.max_response_tokens
+        learner = learner.model_copy(update={"micro_batch_tokens": tokens})
     return Plan(
         settings=settings,
         machine=machine,
         folder=folder,
         shape=shape,
         on_gpus=on_gpus,
-        learner=learner_memory(shape, settings.learner, settings.ranks, on_gpus),
+        pass_tokens=learner.max_sample_tokens,
+        learner=learner_memory(shape, learner, settings.ranks, on_gpus),
         server=_server_memory(shape, settings, on_gpus),
         disk=_disk(shape, settings),
     )
@@ -442,7 +451,7 @@ def learner_memory(
     if "parameters" in learner.offload:
         offloaded += weights
         weights = 0
-    tokens = learner.micro_batch_tokens
+    tokens = learner.max_sample_tokens
     layer = _saved_of_layer(shape, learner.dtype)
     activations = tokens * layer * shape.num_layers
     if learner.activation_checkpointing:

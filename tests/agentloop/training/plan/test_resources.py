@@ -277,7 +277,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
             [
                 *(f"model='{QWEN3_14B}'", "server.device=cuda", "learner.dtype=bfloat16"),
                 *("ranks.nproc_per_node=8", "learner.zero_stage=3"),
-                "learner.activation_checkpointing=true",
+                *("learner.activation_checkpointing=true", "learner.micro_batch_tokens=16384"),
                 "server.extra_args=['--mem-fraction-static', '0.5']",
                 "loop.max_staleness=1",
             ],
@@ -346,7 +346,10 @@ def test_defaults_suit_the_model_that_ships_with_agentloop() -> None:
 
 
 def test_plan_says_what_a_step_does() -> None:
-    run_plan = plan_for(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
+    run_plan = plan_for(
+        *(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']"),
+        "learner.micro_batch_tokens=16384",
+    )
     text = report(run_plan)
     for line in (
         "14.77 billion parameters (from the configuration)",
@@ -358,6 +361,16 @@ def test_plan_says_what_a_step_does() -> None:
         "160 KiB  per token, 1.2 GiB per rollout",
     ):
         assert line in text
+
+
+def test_pass_on_a_gpu_has_room_for_a_rollout_at_least() -> None:
+    on_gpu = (f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
+    measured, fixed = plan_for(*on_gpu), plan_for(*on_gpu, "learner.micro_batch_tokens=8192")
+    assert measured.learner == fixed.learner
+    text = report(measured)
+    assert "8,192 tokens, not checkpointed; more at once where there is room" in text
+    assert "67.11 million tokens: 1 optimizer step" in text
+    assert plan_for().pass_tokens == 16_384, "on a CPU"
 
 
 def test_this_machine(tmp_path: Path) -> None:
