@@ -72,12 +72,14 @@ class Broadcaster:
         """Backend of a group on this learner's device."""
         return "nccl" if self._policy.world.device.type == "cuda" else "gloo"
 
-    def check(self, num_updates: int) -> None:
-        """Check that the weights are those after `num_updates`.
+    def check(self, num_updates: int, bucket: int = 0) -> None:
+        """Check that the weights are those after `num_updates`, and that the bucket exists.
 
         Raises:
-            RankError: They have been updated since.
+            RankError: They have been updated since, or it does not.
         """
+        if not 0 <= bucket < len(self._buckets):
+            raise RankError(f"bucket: {bucket} does not exist, there are {len(self._buckets)}")
         if num_updates != self._policy.num_updates:
             raise RankError(
                 f"the weights after {num_updates} updates are gone: {self._policy.num_updates} "

@@ -220,7 +220,7 @@ def _prepare(
             broadcaster.check_timeout(request.within_s)
             return lambda: broadcaster.join(request)
         case SendRequest():
-            broadcaster.check(request.num_updates)
+            broadcaster.check(request.num_updates, request.bucket)
             return lambda: broadcaster.send(request.bucket, request.layout)
         case LeaveRequest():
             return broadcaster.leave

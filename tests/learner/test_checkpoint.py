@@ -37,10 +37,7 @@ def state_of(policy: Any) -> SavedState:
 def test_state_of_a_checkpoint_survives_the_file() -> None:
     saved = state_of(policy(init="random", config={"num_hidden_layers": 2}))
     assert SavedState.model_validate_json(saved.model_dump_json()) == saved
-    assert json.loads(saved.model_dump_json())["state"] == {
-        "step": 3,
-        "version": 2,
-    }
+    assert json.loads(saved.model_dump_json())["state"]["version"] == 2
 
 
 @pytest.mark.parametrize(

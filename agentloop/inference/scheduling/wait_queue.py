@@ -4,11 +4,12 @@
                          └──leave (cancelled, timed out)
 
 Turns whose context is still cached go first; then those that lost it, the smallest first, because
-many small ones can run side by side and cost little to compute again; then first turns. Otherwise
-groups go in the order of their start; within a group the longest expected request goes first,
-because the group is done when its last one ends. A request that does not fit may be overtaken by
-smaller ones, but not forever: once it has waited for `STARVATION_THRESHOLD_S`, requests behind it
-wait until enough capacity has become free.
+many small ones can run side by side and cost little to compute again; then first turns. A second of
+waiting counts as `TOKENS_PER_S` tokens, so that small ones that keep coming hold up none for ever.
+Otherwise groups go in the order of their start; within a group the longest expected request goes
+first, because the group is done when its last one ends. A request that does not fit may be
+overtaken by smaller ones, but not forever: once it has waited for `STARVATION_THRESHOLD_S`,
+requests behind it wait until enough capacity has become free.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from enum import IntEnum
 from typing import Generic, TypeVar
 
 STARVATION_THRESHOLD_S = 10.0
+TOKENS_PER_S = 10.0  # of a turn that lost its context; more made bench.router's batches slower
 
 T = TypeVar("T")
-_Priority = tuple[int, int, int, float, str]
+_Priority = tuple[int, int, float, float, str]
 
 
 class Stage(IntEnum):
@@ -49,7 +51,7 @@ class Waiting(Generic[T]):
     def priority(self) -> _Priority:
         """Sort key; the smallest goes first."""
         if self.stage is Stage.PAUSED:
-            return (self.stage, 0, self.expected, self.since_s, self.name)
+            return (self.stage, 0, self.expected + TOKENS_PER_S * self.since_s, 0.0, self.name)
         return (self.stage, self.order, -self.expected, self.since_s, self.name)
 
 

@@ -31,8 +31,11 @@ class Room(RuleBasedStateMachine):
             self.plain.values(),
             key=lambda entry: (
                 entry.stage,
-                *((0, entry.expected) if entry.stage == 2 else (entry.order, -entry.expected)),
-                entry.since_s,
+                *(
+                    (0, entry.expected + 10.0 * entry.since_s, 0.0)
+                    if entry.stage is Stage.PAUSED
+                    else (entry.order, -entry.expected, entry.since_s)
+                ),
                 entry.name,
             ),
         )
@@ -125,6 +128,13 @@ def test_cached_turns_go_before_paused_ones_and_those_before_new() -> None:
     assert [entry.name for entry in queue] == ["moved", "cached", "small", "large", "new"]
     queue.pause(lambda expected: False)
     assert [entry.name for entry in queue] == ["moved", "small", "cached", "large", "new"]
+
+
+def test_large_paused_turn_waits_only_for_small_ones_that_come_soon() -> None:
+    queue: WaitQueue[int] = WaitQueue()
+    for name, expected, since_s in (("large", 100, 0.0), ("soon", 3, 9.0), ("late", 3, 11.0)):
+        queue.enter(Waiting(name, 0, expected, since_s, expected, Stage.PAUSED))
+    assert [entry.name for entry in queue] == ["soon", "large", "late"]
 
 
 @given(st.lists(st.integers(1, 5), min_size=5, max_size=40), st.integers(6, 10))
