@@ -366,7 +366,8 @@ class Simulation:
                 name, num_tokens = f"{rollout.key}.{rollout.turn}", rollout.num_context
                 is_new = not rollout.turn
                 size, stage = (-num_tokens, Stage.NEW) if is_new else (num_tokens, Stage.PAUSED)
-                self.queue.enter(Waiting(name, 0, size, self.now, rollout, stage))
+                # Its order is that of sizes alone, however long a turn waits.
+                self.queue.enter(Waiting(name, 0, size, 0.0, rollout, stage))
         elif self.holds_back:
             expected = rollout.num_context + self.ledger.predictor.remaining(rollout.spec.group)
             name = f"{rollout.key}.{rollout.turn}"
