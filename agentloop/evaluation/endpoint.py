@@ -28,8 +28,6 @@ from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.request import GroupRequest
 from agentloop.trajectory import Message, Trajectory, Turn
 
-__all__ = ["EndpointSampler"]
-
 
 class EndpointSampler:
     """Samples an endpoint (`Player`). Create it with `EndpointSampler.open`."""

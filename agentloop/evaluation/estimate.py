@@ -37,8 +37,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Estimate", "avg_at_k", "pass_at_k", "sampling_error", "solved_by_any", "student_t"]
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

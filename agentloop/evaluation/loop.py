@@ -33,8 +33,6 @@ from agentloop.rollouts.stream import finished_groups
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Evaluation", "EvaluationSettings", "Outcome"]
-
 _OUTCOMES = "outcomes.jsonl"
 
 

@@ -11,8 +11,6 @@ from agentloop.evaluation.loop import EvaluationSettings, Outcome
 from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, mean_recorded, percent
 
-__all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
-
 _MAX_REASONS = 20
 
 

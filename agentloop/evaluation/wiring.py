@@ -55,8 +55,6 @@ from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus, count_of
 
-__all__ = ["EvaluateSettings", "check_settings", "chosen_tasks", "evaluate", "tasks_of"]
-
 _GENERATED = 64  # default number of tasks of a generator, which has no end
 _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5

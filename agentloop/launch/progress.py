@@ -12,8 +12,6 @@ from agentloop.training.run.status import RunStatus, clock
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ProgressLine"]
-
 
 class ProgressLine:
     """Progress lines on stderr; on a terminal with a spinner, a clock and a status panel.

@@ -20,8 +20,6 @@ from agentloop.plain_json import JsonObject
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import rollout_of
 
-__all__ = ["Keep", "OpenGroup", "OpenGroupRow", "OpenRollout"]
-
 _ENDED = -1  # in place of a turn's number: the record of a rollout
 _NOT_KEPT = (NoReward.INFRASTRUCTURE, NoReward.STOPPED, NoReward.CANCELLED)
 

@@ -33,8 +33,6 @@ from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.trajectory import Trajectory
 
-__all__ = ["RolledOut", "Rollouts", "RollsOut", "TrainingGroup"]
-
 log = logging.getLogger(__name__)
 
 _NUM_TRIES = 5  # of a group that is lost to the infrastructure

@@ -26,8 +26,6 @@ from agentloop.trajectory import Trajectory
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["TeacherClient", "open_teacher"]
-
 _MAX_CONCURRENT = 64  # requests; more would only wait in the server's queue
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0  # between tries
 _MAX_COMPARED = 1 << 14  # log-probabilities in an answer, where ids are compared: half a MB

@@ -85,8 +85,6 @@ from agentloop.training.teacher_client import open_teacher
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
 
-__all__ = ["RolloutPlan", "RunPlan", "open_tasks", "remote_rollouts", "rollouts_of", "train"]
-
 log = logging.getLogger(__name__)
 
 

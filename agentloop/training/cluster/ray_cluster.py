@@ -41,18 +41,6 @@ from agentloop.training.cluster.settings import ClusterSettings
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-__all__ = [
-    "ActorLost",
-    "MakeLaunch",
-    "ProcessHost",
-    "RayCluster",
-    "RemoteActor",
-    "RemoteProcess",
-    "Spot",
-    "gpu_ids",
-    "require_ray",
-]
-
 T = TypeVar("T")
 
 _POLL_S = 0.5

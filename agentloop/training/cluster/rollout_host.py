@@ -32,16 +32,6 @@ from agentloop.training.weight_sync.local_copy import LocalCopy
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
-__all__ = [
-    "GroupResult",
-    "OpenRollouts",
-    "OpenedRollouts",
-    "RolloutActor",
-    "RolloutHost",
-    "RolloutWorker",
-    "RuntimeSync",
-]
-
 T = TypeVar("T")
 
 _POLL_S = 0.1

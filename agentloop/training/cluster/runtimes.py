@@ -42,8 +42,6 @@ from agentloop.training.run.status import count_of
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
-__all__ = ["Actor", "RemoteRuntimes", "StartActor"]
-
 log = logging.getLogger(__name__)
 
 _NUM_TRIES = 5  # of a group, before the run fails

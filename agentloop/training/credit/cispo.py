@@ -5,6 +5,4 @@ from __future__ import annotations
 from agentloop.training.credit.grpo import rollout_advantages
 from agentloop.training.credit.rule import CreditRule
 
-__all__ = ["RULE"]
-
 RULE = CreditRule(rollout_advantages, objective="cispo")

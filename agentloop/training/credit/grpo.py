@@ -8,8 +8,6 @@ from random import Random
 
 from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
 
-__all__ = ["RULE", "are_equal", "group_advantages", "rollout_advantages"]
-
 _EPSILON = 1e-6
 _ROUNDING = 5e-7  # relative to the largest reward, or to 1: that of a few sums in float32
 

@@ -52,18 +52,6 @@ from agentloop.environments.rewards.answers import tagged_answers
 from agentloop.training.credit.grpo import are_equal
 from agentloop.trajectory import ToolCallStatus, Trajectory
 
-__all__ = [
-    "MIN_PENALTY",
-    "DropReason",
-    "Rejected",
-    "RocSettings",
-    "Selection",
-    "Trace",
-    "penalty",
-    "quotas",
-    "resample",
-]
-
 _TAG = re.compile("</?answer>")
 
 MIN_PENALTY = 0.01

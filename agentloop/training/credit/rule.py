@@ -17,15 +17,6 @@ import pydantic
 from agentloop.training.learner_client.settings import Objective
 from agentloop.trajectory import Trajectory
 
-__all__ = [
-    "Advantages",
-    "Aggregate",
-    "CreditArguments",
-    "CreditRule",
-    "RewardedRollout",
-    "token_weights",
-]
-
 Aggregate: TypeAlias = Literal["group", "batch", "sequence"]
 Advantages: TypeAlias = list[list[list[float]]]
 """One number for each sampled token, by rollout and trajectory."""

@@ -20,8 +20,6 @@ from agentloop.training.credit.rule import (
     token_weights,
 )
 
-__all__ = ["RULES", "CreditSettings", "assign"]
-
 RULES: Mapping[str, CreditRule] = {
     "grpo": grpo.RULE,
     "gspo": gspo.RULE,

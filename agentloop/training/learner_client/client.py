@@ -49,21 +49,6 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.run.folder import writing
 from agentloop.training.run.status import count_of
 
-__all__ = [
-    "KeptLearner",
-    "Learner",
-    "LearnerEnded",
-    "LearnerError",
-    "LearnerLost",
-    "LearnerProcesses",
-    "LearnerRefused",
-    "RanksSettings",
-    "RestartableLearner",
-    "Spawn",
-    "learner_command",
-    "start_learner",
-]
-
 _COMMAND = (
     sys.executable,
     "-P",

@@ -18,8 +18,6 @@ import pydantic
 
 from agentloop.errors import SettingsError
 
-__all__ = ["RanksSettings", "Start", "free_port", "starts"]
-
 # Below Linux's ephemeral ports, so that no outgoing connection takes the port before rank 0 does.
 _PORTS = range(20_000, 32_768)
 _SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"

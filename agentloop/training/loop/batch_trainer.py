@@ -31,8 +31,6 @@ from agentloop.training.run.learning import PATIENCE, headline
 from agentloop.training.run.step_metrics import Learned, StepMetrics
 from agentloop.training.weight_sync.loop import WeightSyncLoop
 
-__all__ = ["BatchTrainer"]
-
 
 class BatchTrainer:
     """Runs the training steps of a run, and what is due after each of them."""

@@ -14,8 +14,6 @@ from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.open_group import OpenGroupRow
 
-__all__ = ["SCHEMA", "OpenGroups", "drop"]
-
 # Journals of the same format that were written earlier lack the table.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS kept (

@@ -38,8 +38,6 @@ from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.loop.curriculum import GroupOutcome
 from agentloop.training.loop.open_groups import SCHEMA, OpenGroups, drop
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
-
 _FORMAT = 3
 _SCHEMA = f"""
 CREATE TABLE groups (

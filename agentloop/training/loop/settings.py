@@ -6,8 +6,6 @@ import pydantic
 
 from agentloop.agent.rollout import Budget
 
-__all__ = ["LoopSettings", "StageSettings"]
-
 
 class LoopSettings(pydantic.BaseModel):
     """Settings of the training loop."""

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Slots"]
-
 
 class Slots:
     """The slots of groups, which are identified by number, in the order of admission.

@@ -46,8 +46,6 @@ from agentloop.training.weight_sync.loop import WeightSyncLoop
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Serving, publisher
 
-__all__ = ["LoopView", "TrainingLoop"]
-
 
 @dataclass(slots=True)
 class _CheckpointRequest:

@@ -20,15 +20,6 @@ from agentloop.training.learner_client.protocol import ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop.queue import GroupQueue
 
-__all__ = [
-    "LearnerRecord",
-    "learner_records",
-    "note_weights",
-    "noted_weights",
-    "record_learner",
-    "weights_digest",
-]
-
 _NOTE = "learners"
 _OF_MODEL = {"model", "chat_template"}  # paths differ between machines
 

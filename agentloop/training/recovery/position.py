@@ -25,15 +25,6 @@ from agentloop.training.run.collapse import RunCollapsed
 from agentloop.training.run.folder import checkpoints_in
 from agentloop.training.run.status import count_of
 
-__all__ = [
-    "Phase",
-    "Position",
-    "Stages",
-    "display_path",
-    "resume_command",
-    "telling_how_to_continue",
-]
-
 
 class Phase(StrEnum):
     """A phase of a run, with steps, metrics and checkpoints of its own."""

@@ -43,8 +43,6 @@ from agentloop.training.run.token_difference import (
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
 
-__all__ = ["Replay", "ReplayedStep", "Replayer", "StepRange", "step_ranges"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:

@@ -49,16 +49,6 @@ import pydantic
 from agentloop.errors import AgentLoopError
 from agentloop.rollouts.metrics import percent
 
-__all__ = [
-    "Collapse",
-    "CollapseSettings",
-    "Rule",
-    "RunCollapsed",
-    "Verdict",
-    "checkpoint_before",
-    "report",
-]
-
 Row = Mapping[str, Any]
 """A row of metrics.jsonl."""
 

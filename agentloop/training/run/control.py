@@ -7,8 +7,6 @@ from collections.abc import Callable
 from agentloop.aio import Signal
 from agentloop.training.run.status import StatusWatch, Unwatched
 
-__all__ = ["Drained", "RunControl"]
-
 
 class Drained(Exception):
     """The run is draining, so the operation was not started."""

@@ -38,8 +38,6 @@ from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.learning import headline
 
-__all__ = ["RunDashboard"]
-
 _SAVE_S = 600.0
 T = TypeVar("T")
 

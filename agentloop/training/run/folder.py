@@ -29,17 +29,6 @@ from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = [
-    "RunFolder",
-    "RunSettings",
-    "checkpoints_in",
-    "config_of",
-    "is_active",
-    "require_new",
-    "training_state",
-    "writing",
-]
-
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
 _GIT_S = 5.0

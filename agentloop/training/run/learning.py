@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-__all__ = ["PATIENCE", "Headline", "headline", "held_out_rewards"]
-
 PATIENCE = 3  # steps without a signal, after which it is said what to do
 _MOST = 0.5  # the share of wrong rollouts from which on they have something in common
 

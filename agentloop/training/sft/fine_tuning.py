@@ -57,22 +57,6 @@ from agentloop.training.sft.trained_messages import (
 )
 from agentloop.trajectory import Message, ToolCall, Trajectory, Turn, TurnEnd
 
-__all__ = [
-    "Dialogue",
-    "DialogueSource",
-    "DialoguesSettings",
-    "EpochsSettings",
-    "FineTuningPlan",
-    "SupervisedSettings",
-    "fine_tune",
-    "learning_rate",
-    "lineage",
-    "read_dialogues",
-    "read_samples",
-    "step_plan",
-    "trajectories_of",
-]
-
 _NUM_LINES = 10  # progress lines per run
 
 

@@ -43,18 +43,6 @@ from agentloop.training.sft import (
     read_samples,
 )
 
-__all__ = [
-    "DialogueTraining",
-    "SftSettings",
-    "check_named",
-    "imitate",
-    "learner_of",
-    "model_folder",
-    "require_learner",
-    "samples_of",
-    "sft",
-]
-
 S = TypeVar("S", bound=pydantic.BaseModel)
 
 

@@ -66,13 +66,6 @@ from agentloop.training.sft.run import (
     samples_of,
 )
 
-__all__ = [
-    "FineTuning",
-    "SftStageSettings",
-    "check_teachers",
-]
-
-
 _NUM_LINES = 10  # progress lines of the teacher
 _TEACHER = "teacher.jsonl"  # what it has played
 

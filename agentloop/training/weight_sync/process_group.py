@@ -47,8 +47,6 @@ from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove
 
-__all__ = ["GROUP_TIMEOUT_S", "GroupPublisher", "PublishedInLearner"]
-
 log = logging.getLogger(__name__)
 
 GROUP_TIMEOUT_S = 60.0

@@ -7,8 +7,6 @@ from typing import Literal
 
 import pydantic
 
-__all__ = ["WeightsSettings"]
-
 
 class WeightsSettings(pydantic.BaseModel):
     """Settings of the weight sync from the learner to the servers."""

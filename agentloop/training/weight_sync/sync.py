@@ -45,8 +45,6 @@ from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 from agentloop.training.weight_sync.verify import Proof, judge
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Served", "Serving", "SyncResult", "publisher"]
-
 log = logging.getLogger(__name__)
 
 _MAX_WRONG = 16  # syncs with wrong weights that are remembered: longer than any rollout lasts

@@ -14,8 +14,6 @@ from typing import Protocol
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.training.weight_sync.verify import Proof
 
-__all__ = ["PublishedWeights", "Publisher"]
-
 
 class PublishedWeights(Protocol):
     """The published weights of one version, which servers can load."""

@@ -34,8 +34,6 @@ from agentloop.training.weight_sync.checksums import (
 )
 from agentloop.training.weight_sync.layout import Layout
 
-__all__ = ["UNASKED", "Judgement", "Proof", "PublishedFiles", "judge", "layout_of", "prove"]
-
 _MAX_THREADS = 16
 _DTYPES = {"float": "float32", "half": "float16"}
 _ANY_DTYPE = ("bfloat16", "float16", "float32")
