@@ -1,4 +1,7 @@
-"""GRPO: every token of a rollout gets the rollout's advantage within its group. Pure."""
+"""GRPO: every token of a rollout gets the rollout's advantage within its group. Pure.
+
+GSPO and CISPO have the same advantages, and other objectives of the learner.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def group_advantages(rewards: Sequence[float], shuffler: Random | None = None) -
     return advantages
 
 
-def rollout_advantages(
+def _rollout_advantages(
     group: Sequence[RewardedRollout], arguments: CreditArguments, shuffler: Random | None
 ) -> Advantages:
     """Return the advantage of each rollout for each of its sampled tokens."""
@@ -52,4 +55,9 @@ def rollout_advantages(
     ]
 
 
-RULE = CreditRule(rollout_advantages)
+GRPO = CreditRule(_rollout_advantages)
+GSPO = CreditRule(_rollout_advantages, aggregate="sequence", objective="gspo")
+"""One policy ratio for a whole sequence (arXiv 2507.18071): all tokens of a sequence need to have the
+same advantage."""
+CISPO = CreditRule(_rollout_advantages, objective="cispo")
+"""Clipped, detached importance weights (arXiv 2506.13585)."""

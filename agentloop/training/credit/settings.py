@@ -10,7 +10,7 @@ import pydantic
 
 from agentloop.errors import SettingsError
 from agentloop.rollouts.record import TokenCredit
-from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
+from agentloop.training.credit import distill, grpo, per_turn
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.rule import (
     Aggregate,
@@ -21,9 +21,9 @@ from agentloop.training.credit.rule import (
 )
 
 RULES: Mapping[str, CreditRule] = {
-    "grpo": grpo.RULE,
-    "gspo": gspo.RULE,
-    "cispo": cispo.RULE,
+    "grpo": grpo.GRPO,
+    "gspo": grpo.GSPO,
+    "cispo": grpo.CISPO,
     "per_turn": per_turn.RULE,
     "distill": distill.RULE,
 }

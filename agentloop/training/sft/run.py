@@ -16,7 +16,6 @@ from agentloop.agent.chat_settings import ChatSettings
 from agentloop.config import to_toml
 from agentloop.distribution import require
 from agentloop.errors import SettingsError
-from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.launch.progress import ProgressLine
 from agentloop.launch.settings import PAGE
@@ -34,7 +33,7 @@ from agentloop.training.recovery.position import telling_how_to_continue
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder, RunSettings
 from agentloop.training.run.status import count_of
-from agentloop.training.sft import (
+from agentloop.training.sft.fine_tuning import (
     DialogueSource,
     DialoguesSettings,
     FineTuningPlan,
@@ -102,7 +101,13 @@ async def sft(settings: SftSettings, progress: ProgressLine, *, resume: Path | N
                     return plan.model
                 learner = learner_of(settings, model, settings.chat, folder, progress)
                 async with learner:
-                    return await imitate(settings, learner, plan, progress, dashboard.emit)
+                    return await fine_tune(
+                        plan,
+                        learner,
+                        report=progress,
+                        max_restarts=settings.ranks.max_restarts,
+                        emit=dashboard.emit,
+                    )
 
 
 def model_folder(path: Path | str) -> Path:
@@ -165,18 +170,3 @@ def learner_of(
         on_progress=progress,
         spawn=spawn,
     )
-
-
-async def imitate(
-    settings: DialogueTraining,
-    learner: KeptLearner,
-    plan: FineTuningPlan,
-    progress: ProgressLine,
-    emit: Emit = ignore,
-) -> Path:
-    """Train on the samples of a plan and return the folder of the new model.
-
-    `emit` is called with the metrics of each step.
-    """
-    restarts = settings.ranks.max_restarts
-    return await fine_tune(plan, learner, report=progress, max_restarts=restarts, emit=emit)

@@ -47,20 +47,20 @@ from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import count_of
-from agentloop.training.sft import (
+from agentloop.training.sft.fine_tuning import (
     Dialogue,
     DialogueSource,
     DialoguesSettings,
     EpochsSettings,
     FineTuningPlan,
     SupervisedSettings,
+    fine_tune,
     read_dialogues,
     trajectories_of,
 )
 from agentloop.training.sft.run import (
     DialogueTraining,
     check_named,
-    imitate,
     learner_of,
     model_folder,
     samples_of,
@@ -219,7 +219,13 @@ class FineTuning:
                         raise
                     make_plan = partial(FineTuningPlan, training.loop, samples, part, "sft.")
                     plan = await anyio.to_thread.run_sync(make_plan)
-                    await imitate(training, learner, plan, progress, dashboard.on_start_event)
+                    await fine_tune(
+                        plan,
+                        learner,
+                        report=progress,
+                        max_restarts=training.ranks.max_restarts,
+                        emit=dashboard.on_start_event,
+                    )
         checkpoints = made.with_name("checkpoints")  # not needed any more
         await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
         return made

@@ -27,7 +27,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
 from agentloop.rollouts.scripted import play_teacher
 from agentloop.sandbox import Pool
-from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
+from agentloop.training.sft.fine_tuning import DialoguesSettings, read_dialogues, trajectories_of
 
 # A script may be the first to import the parser of schemas, which takes seconds on a busy machine.
 pytestmark = pytest.mark.timeout(60)
