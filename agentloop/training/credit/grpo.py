@@ -57,7 +57,6 @@ def _rollout_advantages(
 
 GRPO = CreditRule(_rollout_advantages)
 GSPO = CreditRule(_rollout_advantages, aggregate="sequence", objective="gspo")
-"""One policy ratio for a whole sequence (arXiv 2507.18071): all tokens of a sequence need to have the
-same advantage."""
+"""One policy ratio for a whole sequence (arXiv 2507.18071); its tokens need one advantage."""
 CISPO = CreditRule(_rollout_advantages, objective="cispo")
 """Clipped, detached importance weights (arXiv 2506.13585)."""
