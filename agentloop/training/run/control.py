@@ -26,11 +26,13 @@ class RunControl:
         self.is_paused = self.is_draining = False
         self._changed = Signal()
 
-    def pause(self, paused: bool) -> None:
+    def pause(self, paused: bool = True) -> None:
+        """Stop admitting groups, or resume. Groups in flight continue."""
         self.is_paused = paused
         self.notify()
 
     def drain(self) -> None:
+        """Stop admitting groups and end the run in order, so that it can be resumed."""
         self.is_draining = True
         self.notify()
 

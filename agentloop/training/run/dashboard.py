@@ -169,7 +169,7 @@ class RunDashboard:
         The page keeps showing what they have done.
         """
         self._last_chat = self._chat
-        self._was_draining |= self.loop is not None and self.loop.is_draining
+        self._was_draining |= self.loop is not None and self.loop.control.is_draining
         self.runtime = self.loop = None
         for scope in self._answers:
             scope.cancel()
@@ -196,15 +196,15 @@ class RunDashboard:
             raise RequestError("do: the run has not started its rollouts yet")
         match action:
             case "pause":
-                loop.pause()
+                loop.control.pause()
                 return "paused: no further groups are started; those in flight continue"
             case "resume":
-                loop.pause(False)
-                if loop.is_draining:
+                loop.control.pause(False)
+                if loop.control.is_draining:
                     return "resumed, but no groups are started because the run is draining"
                 return "resumed: groups are started again"
             case "drain":
-                loop.drain()
+                loop.control.drain()
                 return "draining: the run ends when the groups in flight have ended"
             case _:
                 with anyio.move_on_after(_SAVE_S):
