@@ -229,7 +229,8 @@ class RunFolder:
 
     def append(self, name: str, row: Mapping[str, object]) -> None:
         """Append a row to a JSONL file. Raises RunFolderError if that fails (disk full)."""
-        _append(self.path / name, [row])
+        with writing(self.path / name), (self.path / name).open("ab") as file:
+            file.write(dumps(dict(row)) + b"\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a file atomically. Raises RunFolderError if that fails."""
@@ -494,9 +495,3 @@ def _parse_lines(lines: Sequence[bytes], path: Path) -> list[dict[str, object]]:
         except ValueError as error:
             raise RunFolderError(f"{path}: line {number} is damaged: {error}") from error
     return rows
-
-
-def _append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    with writing(path), path.open("ab") as file:
-        for row in rows:
-            file.write(dumps(dict(row)) + b"\n")
