@@ -36,10 +36,8 @@ from agentloop.trajectory import Trajectory
 _OUTCOMES = "outcomes.jsonl"
 
 
-class EvaluationSettings(pydantic.BaseModel):
+class EvaluationSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Options for sampling the tasks and for the reported estimates."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     num_samples: int = pydantic.Field(
         16, ge=1, le=4096, description="Samples per task: the k of avg@k."

@@ -40,10 +40,8 @@ _SECRET = re.compile(
 _MASK = "***"
 
 
-class SinksSettings(pydantic.BaseModel):
+class SinksSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Additional destinations for a run's metrics."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     report_to: tuple[SinkName, ...] = pydantic.Field(
         (),

@@ -63,10 +63,8 @@ but not certain.
 """
 
 
-class RocSettings(pydantic.BaseModel):
+class RocSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of Resample-on-Correct, named as in the paper's published code."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     form: Literal["paper", "released"] = pydantic.Field(
         "paper",

@@ -29,12 +29,10 @@ RULES: Mapping[str, CreditRule] = {
 }
 
 
-class CreditSettings(pydantic.BaseModel):
+class CreditSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of credit assignment. `credit = "gspo"` is short for `credit.name`."""
 
     SHORT_FORM: ClassVar = "name"
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     name: Literal["grpo", "gspo", "cispo", "per_turn", "distill"] = pydantic.Field(
         "grpo",

@@ -24,7 +24,7 @@ _NOTE = "learners"
 _OF_MODEL = {"model", "chat_template"}  # paths differ between machines
 
 
-class LearnerRecord(pydantic.BaseModel):
+class LearnerRecord(pydantic.BaseModel, extra="forbid", frozen=True):
     """The learner of all steps after a step.
 
     Attributes:
@@ -33,8 +33,6 @@ class LearnerRecord(pydantic.BaseModel):
         ranks: number of ranks on each machine, of machines, and of threads.
         made_with: see `ReadyReply`.
     """
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     after: int
     settings: dict[str, Any]

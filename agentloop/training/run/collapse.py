@@ -65,10 +65,8 @@ _MISMATCH_MAX = 0.1  # nats per token
 _NUM_REPORTED = 10  # steps
 
 
-class CollapseSettings(pydantic.BaseModel):
+class CollapseSettings(pydantic.BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Settings of the collapse detector."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     window: int = pydantic.Field(
         9,

@@ -35,10 +35,8 @@ _GIT_S = 5.0
 _SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
 
 
-class RunSettings(pydantic.BaseModel):
+class RunSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the run's folder."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     folder: Path = pydantic.Field(Path("runs"), description="Folder that contains all runs.")
     name: str = pydantic.Field(

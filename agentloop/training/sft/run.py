@@ -45,10 +45,8 @@ from agentloop.training.sft.fine_tuning import (
 S = TypeVar("S", bound=pydantic.BaseModel)
 
 
-class DialogueTraining(pydantic.BaseModel):
+class DialogueTraining(pydantic.BaseModel, extra="forbid"):
     """Settings of training on dialogues: the data, the epochs, the learner and its ranks."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
 
     data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
     loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)

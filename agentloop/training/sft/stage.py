@@ -81,10 +81,8 @@ class SftStageLearner(InitSettings):
     )
 
 
-class SftStageRanks(pydantic.BaseModel):
+class SftStageRanks(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the ranks in which a run's supervised fine-tuning differs from its rollouts."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nproc_per_node: int | None = pydantic.Field(
         None, ge=1, description="Ranks per machine. By default, ranks.nproc_per_node."
@@ -94,10 +92,8 @@ class SftStageRanks(pydantic.BaseModel):
     )
 
 
-class SftStageSettings(pydantic.BaseModel):
+class SftStageSettings(pydantic.BaseModel, extra="forbid"):
     """Settings of a training run's supervised fine-tuning; those of the run hold the rest."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
 
     seed: int = pydantic.Field(
         0,
