@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
+import pydantic
 from aiohttp import web
 
 from agentloop.errors import AgentLoopError, NotThere, RequestError
@@ -105,7 +106,7 @@ class Page:
         *,
         ask: Callable[[str], Awaitable[str]] | None = None,
         control: Control | None = None,
-        control_token: str | None = None,
+        control_token: pydantic.SecretStr | None = None,
         io_timeout_s: float = 60.0,
     ) -> None:
         """
@@ -117,7 +118,9 @@ class Page:
         self._data = data
         self._ask = ask
         self._control = control
-        self.control_token = control_token or secrets.token_urlsafe(9)
+        self.control_token = (
+            control_token.get_secret_value() if control_token else secrets.token_urlsafe(9)
+        )
         self._io_timeout_s = io_timeout_s
         self._streaming: set[asyncio.Transport] = set()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from agentloop.training.rollouts import RolledOut
 from agentloop.training.run.status import count_of
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
+from agentloop.training.weight_sync.verify import most_common
 
 log = logging.getLogger(__name__)
 
@@ -407,8 +407,13 @@ class RemoteRuntimes:
             member: member.synced.checksum for member in members if not member.synced.error
         }
         if self._checksum is None:
-            reasons = {member.name: member.synced.error for member in members}
-            self._checksum = _most_common(list(checksums.values()), self._version, reasons)
+            self._checksum = most_common(checksums.values())
+        if self._checksum is None:
+            reasons = {
+                member.name: member.synced.error or member.synced.checksum for member in members
+            }
+            problem = "the runtimes disagree about" if checksums else "no runtime could load"
+            raise ServerError(f"{problem} version {self._version} of the weights: {reasons}")
         for member, checksum in checksums.items():
             if checksum == self._checksum:
                 member.is_right = True
@@ -423,17 +428,3 @@ class RemoteRuntimes:
     def _sync_s(self) -> float:
         """Return how long a runtime may take for a weight sync: it may first wait for servers."""
         return 2 * self._timeout_s + _ANSWER_S
-
-
-def _most_common(checksums: Sequence[str], version: str, reasons: Mapping[str, str]) -> str:
-    """Return the checksum that most runtimes have.
-
-    Raises:
-        ServerError: there is none, or a tie, so that the right weights are unknown.
-    """
-    (first, num_first), *runners_up = Counter(checksums).most_common(2) or [("", 0)]
-    if not num_first:
-        raise ServerError(f"no runtime could load version {version}: {dict(reasons)}")
-    if runners_up and runners_up[0][1] == num_first:
-        raise ServerError(f"the runtimes disagree about the weights {version}: {list(checksums)}")
-    return first

@@ -30,6 +30,7 @@ from agentloop.observe.exporters.event_log import EventLog, EventLogSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
+from agentloop.observe.page import Page
 from agentloop.observe.runs import of_start, origin_of, start_metrics
 from agentloop.runtime import Runtime
 from agentloop.serving.access import ApiGuard, ServeSettings
@@ -127,7 +128,8 @@ class RunDashboard:
         """
         with bind(settings, or_free=True) as bound:
             async with self._dashboard.running(self._answer) as ask:
-                page = self._dashboard.page(
+                page = Page(
+                    self._dashboard.live,
                     ask=ask if self._has_runtime else None,
                     control=self if self.actions else None,
                     control_token=settings.control_token,

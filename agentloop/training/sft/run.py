@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -41,8 +41,6 @@ from agentloop.training.sft.fine_tuning import (
     fine_tune,
     read_samples,
 )
-
-S = TypeVar("S", bound=pydantic.BaseModel)
 
 
 class DialogueTraining(pydantic.BaseModel, extra="forbid"):

@@ -24,7 +24,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +232,9 @@ class Served:
         """
         judgement = judge(proofs, rest)
         if judgement.wrong:
-            self._break_off(judgement.wrong.keys())
+            for server in self._router.replicas.servers:
+                if server.url in judgement.wrong:
+                    server.break_streams("its new weights are not the learner's")
             wrong = frozenset(judgement.wrong)
             self._wrong.append(_Wrong(version, wrong, time.time()))
         for url in judgement.right:
@@ -251,11 +253,6 @@ class Served:
                 url,
                 why,
             )
-
-    def _break_off(self, urls: Collection[str]) -> None:
-        for server in self._router.replicas.servers:
-            if server.url in urls:
-                server.break_streams("its new weights are not the learner's")
 
     def is_tainted(self, trajectory: Trajectory) -> bool:
         """Return whether a trajectory may have been sampled with wrong weights.

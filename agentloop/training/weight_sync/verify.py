@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,14 +108,20 @@ def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
     wrong = {url: proof.wrong for url, proof in proofs.items() if proof.wrong}
     rests = {url: proof.rest for url, proof in proofs.items() if url not in wrong and proof.rest}
     if rest is None:
-        (most_common, num), *runners_up = Counter(rests.values()).most_common(2) or [("", 0)]
-        rest = most_common if num and not (runners_up and runners_up[0][1] == num) else None
+        rest = most_common(rests.values())
     for url, digest in rests.items():
         if rest is None:
             wrong[url] = f"the servers' weights differ, and it is unknown which are right: {rests}"
         elif digest != rest:
             wrong[url] = f"its weights differ from the others': {proofs[url].checksum}"
     return Judgement(sorted(proofs.keys() - wrong.keys()), wrong, rest)
+
+
+def most_common(checksums: Iterable[str]) -> str | None:
+    """Return the checksum that occurs most often; None: there is none, or a tie."""
+    (first, num_first), *runners_up = Counter(checksums).most_common(2) or [("", 0)]
+    is_tie = runners_up and runners_up[0][1] == num_first
+    return first if num_first and not is_tie else None
 
 
 def layout_of(info: WeightsInfo, config: JsonObject) -> Layout | str:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import aiohttp
 import anyio
+import pydantic
 import pytest
 from aiohttp import web
 from anyio.abc import ByteStream
@@ -149,7 +150,7 @@ async def page(
         shown,
         ask=ask if asks else None,
         control=control if controls else None,
-        control_token=control_token,
+        control_token=pydantic.SecretStr(control_token),
         io_timeout_s=io_timeout_s,
     )
     app = web.Application(middlewares=[ApiGuard(settings).middleware])
@@ -476,7 +477,7 @@ def test_default_control_token_is_random() -> None:
     made = {Page(Played()).control_token for _ in range(10)}
     assert len(made) == 10
     assert all(len(token) >= 12 for token in made)
-    assert Page(Played(), control_token="").control_token
+    assert Page(Played(), control_token=pydantic.SecretStr("")).control_token
 
 
 API = ["/api/frame", "/api/trace", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]
