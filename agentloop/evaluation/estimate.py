@@ -51,6 +51,9 @@ class Estimate:
     high: float
     num_tasks: int
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
 
 def avg_at_k(rewards: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate | None:
     """Return the mean over tasks of their mean reward; tasks without samples are ignored.
