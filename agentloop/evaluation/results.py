@@ -83,7 +83,7 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was sampled: the model, who served it, in which environments, and how."""
+    """The source of the samples: the model, who served it, its environments and settings."""
 
     model: str
     by: str

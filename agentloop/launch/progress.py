@@ -1,4 +1,4 @@
-"""How a command shows what it is doing: lines, or a panel on a terminal."""
+"""Show what a command is doing: in lines, or in a panel on a terminal."""
 
 from __future__ import annotations
 

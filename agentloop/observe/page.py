@@ -17,13 +17,14 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import pydantic
 from aiohttp import web
 
 from agentloop.errors import AgentLoopError, NotThere, RequestError
+from agentloop.observe.frames import BoardFrame
 from agentloop.observe.perfetto import trace_of
 from agentloop.plain_json import dumps
 from agentloop.serving.http import EventStream, read_body
@@ -55,7 +56,7 @@ class PageData(Protocol):
         """
         ...
 
-    async def frame(self) -> Mapping[str, Any]:
+    async def frame(self) -> BoardFrame:
         """Return the whole state."""
         ...
 

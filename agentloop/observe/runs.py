@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from agentloop.errors import NotThere
 from agentloop.plain_json import loads, read_rows
@@ -32,6 +32,12 @@ class Origin(TypedDict):
     commands: list[dict[str, object]]
 
 
+class Curves(Origin):
+    """The metrics of a run, and what made it."""
+
+    rows: list[dict[str, object]]
+
+
 def runs_beside(folder: Path) -> list[RunEntry]:
     """Return the run in `folder` and its siblings, newest first."""
     runs: list[RunEntry] = []
@@ -55,7 +61,7 @@ def runs_beside(folder: Path) -> list[RunEntry]:
     return runs[:_MAX_RUNS] + [row for row in runs[_MAX_RUNS:] if row["current"]]
 
 
-def curves(folder: Path, run: str) -> dict[str, Any]:
+def curves(folder: Path, run: str) -> Curves:
     """Return the metrics of a run with this name beside `folder`, `rows`, and `origin_of` it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is kept of a group while it is open, so that a kill costs at most the turns in flight.
+"""Keep the rollouts of a group while it is open, so that a kill costs at most the turns in flight.
 
     a turn has its results ──> the journal of its conversation ──┐
     a rollout is scored ───────────────────────────────────> keep ──> the run's journal (queue.py)

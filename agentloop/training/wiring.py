@@ -20,7 +20,6 @@ from contextlib import (
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -68,7 +67,7 @@ from agentloop.training.recovery.position import telling_how_to_continue
 from agentloop.training.recovery.respawn import tell_run
 from agentloop.training.recovery.resume import load_newest
 from agentloop.training.recovery.undo import finish_undo, undo
-from agentloop.training.rollouts import Rollouts
+from agentloop.training.rollouts import NUM_TRIES, Rollouts
 from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import RunControl
 from agentloop.training.run.dashboard import RunDashboard
@@ -344,11 +343,12 @@ def _servers_in_words(runtime: Runtime) -> str:
 
 @asynccontextmanager
 async def rollouts_of(
-    plan: RolloutPlan, runtime: Runtime, emit: Emit, **options: Any
+    plan: RolloutPlan, runtime: Runtime, emit: Emit, *, num_tries: int = NUM_TRIES
 ) -> AsyncIterator[tuple[Rollouts, WaitForCapacity, Served]]:
     """Generate, score and select rollouts on a runtime, and serve new weights to its servers.
 
-    Takes the options of `Rollouts`, too.
+    Args:
+        num_tries: see `Rollouts`.
     """
     # On a node of a cluster, this imports them.
     loaded = await in_command_thread(
@@ -370,7 +370,7 @@ async def rollouts_of(
             teacher,
             seed=plan.seed,
             is_tainted=serving.is_tainted,
-            **options,
+            num_tries=num_tries,
         )
         yield rollouts, runtime.router.gate.wait_for_capacity, serving
 

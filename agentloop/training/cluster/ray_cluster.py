@@ -113,7 +113,7 @@ class RayCluster:
         draining: names of the other nodes that are about to be taken away, as `usable` last saw it.
     """
 
-    def __init__(self, settings: ClusterSettings, ray: Any) -> None:
+    def __init__(self, settings: ClusterSettings, ray: ModuleType) -> None:
         self._settings = settings
         self._ray = ray
         self._ids: dict[str, str] = {}  # Ray's ids of the nodes, by name
@@ -319,7 +319,7 @@ class RayCluster:
 class RemoteActor:
     """An actor on a node of the cluster."""
 
-    def __init__(self, ray: Any, actor: ActorHandle) -> None:
+    def __init__(self, ray: ModuleType, actor: ActorHandle) -> None:
         self._ray = ray
         self._actor = actor
 
@@ -347,7 +347,7 @@ class RemoteProcess(anyio.abc.Process):
     Closing its stdin ends it. Its one line on stdout is its process id on its node.
     """
 
-    def __init__(self, ray: Any, host: ActorHandle, pid: str) -> None:
+    def __init__(self, ray: ModuleType, host: ActorHandle, pid: str) -> None:
         self._ray = ray
         self._host = host
         self._pid = pid

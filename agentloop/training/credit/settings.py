@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import pydantic
 
@@ -42,7 +42,7 @@ class CreditSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         "rewards that the environment gives to turns and tokens; distill: on-policy distillation, "
         "each token by the log-probability that a teacher gives it.",
     )
-    args: dict[str, Any] = pydantic.Field(
+    args: dict[str, object] = pydantic.Field(
         default_factory=dict,
         validate_default=True,
         description="Arguments of the rule, by name. All take aggregate, the unit over which token "

@@ -182,7 +182,7 @@ class GroupQueue:
         self._path = path
         self._lock = anyio.Lock()
         self._num_bytes = 0
-        self.rolled_out = OpenGroups(lambda work: self._transaction(work))
+        self.rolled_out = OpenGroups(self._transaction)
 
     @classmethod
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What the journal keeps of the learner, so that its steps can be repeated exactly (replay.py).
+"""Record the learner in the journal, so that its steps can be repeated exactly (replay.py).
 
 note `learners`      the learner's settings and what it ran on, from a step on
 note `weights STEP`  a digest of the weights that were published after a step
@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any
 
 import pydantic
 
@@ -35,7 +34,7 @@ class LearnerRecord(pydantic.BaseModel, extra="forbid", frozen=True):
     """
 
     after: int
-    settings: dict[str, Any]
+    settings: dict[str, object]
     ranks: dict[str, int]
     made_with: dict[str, str]
 

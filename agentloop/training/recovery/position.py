@@ -88,7 +88,7 @@ class Position:
         return cls.at(run, Phase.FINE_TUNING, _rows(sft))
 
     @classmethod
-    def at(cls, run: Path, phase: Phase, rows: Sequence[Mapping[str, Any]]) -> Position:
+    def at(cls, run: Path, phase: Phase, rows: Sequence[Mapping[str, object]]) -> Position:
         """Return the position in a phase that has these rows of metrics."""
         steps = [step for row in rows if (step := _int(row.get("step"))) is not None]
         stages = {

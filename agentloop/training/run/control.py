@@ -1,4 +1,4 @@
-"""What the tasks of a run share: waiting for each other, pausing and draining."""
+"""Let the tasks of a run wait for each other, pause and drain."""
 
 from __future__ import annotations
 

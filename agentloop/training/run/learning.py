@@ -1,4 +1,4 @@
-"""What a run has learned so far, in words, from the rows of its metrics. Pure.
+"""Say in words what a run has learned so far, from the rows of its metrics. Pure.
 
 It is shown before anything about speed: without a learning signal, a run learns nothing however
 fast it is.

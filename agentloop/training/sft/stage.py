@@ -28,12 +28,13 @@ from agentloop.agent.rollout import Budget
 from agentloop.agent.threads import in_command_thread
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
+from agentloop.environments.player import DialogueRow
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.errors import DataError, SettingsError
 from agentloop.launch.progress import ProgressLine
 from agentloop.launch.without_servers import open_tools
 from agentloop.models import SMALL
-from agentloop.plain_json import JsonObject, dumps
+from agentloop.plain_json import dumps
 from agentloop.rollouts.scripted import PlayedRollout, play_teacher
 from agentloop.runtime import Settings
 from agentloop.training.learner_client.client import Spawn
@@ -345,7 +346,7 @@ class FineTuning:
                 )
                 await on_played(number, played)
 
-    async def _check_dialogue(self, row: JsonObject, progress: ProgressLine) -> None:
+    async def _check_dialogue(self, row: DialogueRow, progress: ProgressLine) -> None:
         """Check a dialogue of a teacher against the model's chat template. Raises DataError."""
         dialogue = Dialogue(row["messages"], row["tools"], "the teacher's first rollout")
         await self._check_encoding(dialogue, progress)

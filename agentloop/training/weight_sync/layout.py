@@ -1,4 +1,4 @@
-"""How a server stores a model's weights."""
+"""Describe how a server stores a model's weights."""
 
 from __future__ import annotations
 

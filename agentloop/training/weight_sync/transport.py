@@ -1,4 +1,4 @@
-"""What a transport of weights provides: it publishes versions, which it can load into servers.
+"""A transport of weights publishes versions, which it can load into servers.
 
     Publisher.publish ──> PublishedWeights.sync_to(servers) ──> a Proof of each server, or its error
 

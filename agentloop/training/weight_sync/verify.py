@@ -24,7 +24,6 @@ from typing import TypeVar
 import numpy as np  # a dependency of transformers
 
 from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
-from agentloop.plain_json import JsonObject
 from agentloop.training.weight_sync.checksums import (
     MODELS,
     VERSIONS,
@@ -124,7 +123,7 @@ def most_common(checksums: Iterable[str]) -> str | None:
     return first if num_first and not is_tie else None
 
 
-def layout_of(info: WeightsInfo, config: JsonObject) -> Layout | str:
+def layout_of(info: WeightsInfo, config: Mapping[str, object]) -> Layout | str:
     """Return the layout of a model on a server, or the reason why it is unknown."""
     if info.sglang not in VERSIONS:
         return f"SGLang {info.sglang}: only checksums of {' and '.join(VERSIONS)} are known"
@@ -139,7 +138,9 @@ def layout_of(info: WeightsInfo, config: JsonObject) -> Layout | str:
         return f"{dtype} on a CPU, where weights may be packed"
     if dtype not in (*_ANY_DTYPE, "auto"):
         return f"the dtype {dtype}"
-    num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if not isinstance(num_kv_heads, int):
+        return "the model's number of KV heads, which its configuration lacks"
     return Layout(info.device, dtype, info.num_ranks, num_kv_heads)
 
 

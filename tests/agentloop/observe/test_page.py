@@ -23,6 +23,7 @@ from yarl import URL
 
 from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
+from agentloop.observe.frames import BoardFrame
 from agentloop.observe.page import Page
 from agentloop.observe.perfetto import trace_of
 from agentloop.serving.access import ApiGuard, ServeSettings
@@ -56,7 +57,7 @@ class Played:
         finally:
             self.num_readers -= 1
 
-    async def frame(self) -> dict[str, Any]:
+    async def frame(self) -> BoardFrame:
         return {"rev": 1, "full": True}
 
     async def rollout(self, key: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from agentloop.environments.examples.shop import Shop, ask
 from agentloop.environments.examples.solver_and_checker import solve_and_check
 from agentloop.environments.examples.warehouse import find
 from agentloop.environments.examples.warehouse_server import locate
+from agentloop.environments.player import DialogueRow
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
@@ -106,7 +107,7 @@ async def test_examples_teacher_is_understood_and_wins_sometimes(name: str, tmp_
     make_task = cast("Callable[[Random], Mapping[str, Any]]", environment.tasks)
     assert environment.teacher is not None
     won: list[float] = []
-    dialogues: list[dict[str, Any]] = []
+    dialogues: list[DialogueRow] = []
     for number in range(40):
         rng = Random(number)
         task = task_of(make_task(rng))
