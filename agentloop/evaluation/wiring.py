@@ -275,9 +275,8 @@ async def _open_groups(
             if any("reasoning_gym" in task.extra for task in tasks):  # scored in the sandbox
                 pool = await stack.enter_async_context(Pool(s.sandbox, on_progress=progress))
             grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
-            named = s.endpoint.model_copy(update={"model": endpoint.model})
             groups = GroupRunner(endpoint, grader, emit=dashboard.emit)
-            yield groups, s.model_copy(update={"endpoint": named})
+            yield groups, s.model_copy(update={"endpoint": endpoint.settings})
         return
     max_tokens = max(
         environment.budget_of(s.budget).max_response_tokens for environment in s.environments

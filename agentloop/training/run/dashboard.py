@@ -21,7 +21,6 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, message_of, sole
 from agentloop.events import Emit, Event, Measured
-from agentloop.inference.replicas import ServerView
 from agentloop.launch.progress import ProgressLine
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.bottleneck import ServedOn
@@ -239,9 +238,9 @@ class RunDashboard:
                 **origin_of(self.folder.path),
             },
             chat=lambda: self._chat,
-            servers=self._servers,
-            num_waiting=self._num_waiting,
-            sandbox=self._sandbox,
+            servers=lambda: self.runtime.router.view() if self.runtime else (),
+            num_waiting=lambda: self.runtime.router.num_waiting if self.runtime else 0,
+            sandbox=lambda: self.runtime.pool.stats() if self.runtime else {},
             served_on=self._served_on,
             more=self._state,
             folder=self.folder.path,
@@ -256,12 +255,6 @@ class RunDashboard:
     def _decode(self, ids: Sequence[int]) -> str:
         return "" if self._chat is None else self._chat.decode(ids)
 
-    def _num_waiting(self) -> int:
-        return 0 if self.runtime is None else self.runtime.router.num_waiting
-
-    def _sandbox(self) -> Mapping[str, object]:
-        return {} if self.runtime is None else self.runtime.pool.stats()
-
     def _served_on(self) -> ServedOn:
         if self.runtime is None:
             return ServedOn.UNKNOWN if self._has_runtime else ServedOn.ENDPOINT
@@ -273,9 +266,6 @@ class RunDashboard:
             return 0, 0
         view = self.loop.view()
         return view["queue_groups"], view["queue_bytes"]
-
-    def _servers(self) -> Sequence[ServerView]:
-        return () if self.runtime is None else self.runtime.router.view()
 
     def _state(self) -> Mapping[str, object]:
         state: dict[str, object] = {"waits": self._progress.line}
