@@ -41,7 +41,6 @@ from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
 from agentloop.observe.watchdog import watching
-from agentloop.plain_json import JsonObject
 from agentloop.rollouts.player import player_of
 from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
@@ -50,7 +49,7 @@ from agentloop.training.cluster.rollout_host import OpenedRollouts
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
-from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.queue import GroupQueue, TaskCursor
 from agentloop.training.loop.steps import Steps
 from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.plan.checks import check_settings
@@ -157,7 +156,7 @@ async def train(
                 settings.credit.check_resumed(before.credit)
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
-            tasks = await in_command_thread(open_at, (await queue.cursor()).get("tasks"))
+            tasks = await in_command_thread(open_at, await queue.cursor())
             if from_step is not None:
                 await undo(folder, queue, from_step)
                 if (cursor := (await queue.cursor()).get("tasks")) is not None:
@@ -183,10 +182,11 @@ def _open_folder(
 def open_tasks(
     settings: TrainSettings,
     loaded: Sequence[Environment | None],
-    cursor: JsonObject | None = None,
+    cursor: TaskCursor | None = None,
 ) -> TaskSource:
-    """Open the tasks of a run. Raises DataError if there are none to train on."""
-    tasks = open_mixture(settings.environments, loaded, cursor)
+    """Open the tasks of a run, at a position. Raises DataError if there are none to train on."""
+    position = None if cursor is None else cursor.get("tasks")
+    tasks = open_mixture(settings.environments, loaded, position)
     if settings.loop.steps or settings.stages:
         tasks.check_training()
     return tasks

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.abc
@@ -323,18 +323,19 @@ class RemoteActor:
         self._ray = ray
         self._actor = actor
 
-    async def call(self, method: str, *arguments: object) -> Any:
+    async def call(self, method: str, *arguments: object) -> object:
         """Call a method and return its result.
 
         Raises:
             ActorLost: the actor or its node is lost.
         """
         try:
-            return await getattr(self._actor, method).remote(*arguments)
+            result: object = await getattr(self._actor, method).remote(*arguments)
         except self._ray.exceptions.RayTaskError:  # an error of the method
             raise
         except self._ray.exceptions.RayError as error:
             raise ActorLost(str(error).strip().partition("\n")[0]) from error
+        return result
 
     def kill(self) -> None:
         """End the actor at once."""

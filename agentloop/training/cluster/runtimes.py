@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -54,7 +54,7 @@ _CLOSE_S = 60.0
 class Actor(Protocol):
     """An actor with a runtime: `ray_cluster.RemoteActor` of a `RolloutActor`."""
 
-    async def call(self, method: str, *arguments: object) -> Any:
+    async def call(self, method: str, *arguments: object) -> object:
         """Call a method. Raises ActorLost."""
         ...
 
@@ -88,7 +88,7 @@ class _Member:
     is_leaving: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
-    async def do(self, method: str, *arguments: object) -> Any:
+    async def do(self, method: str, *arguments: object) -> object:
         return await self.actor.call("do", method, *arguments)
 
 
@@ -293,7 +293,7 @@ class RemoteRuntimes:
         member.num_open += 1
         try:
             # no deadline: each rollout has one
-            result: GroupResult = await member.do("run", request)
+            result = await member.do("run", request)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_DROP_S, shield=True), suppress(ActorLost):
                 await member.do("drop", request.name)
@@ -301,6 +301,7 @@ class RemoteRuntimes:
         finally:
             member.num_open -= 1
             self._changed.notify()
+        assert isinstance(result, GroupResult)
         return result
 
     async def _unpack(self, member: _Member, result: GroupResult) -> RolledOut:
@@ -376,7 +377,7 @@ class RemoteRuntimes:
                 return
             try:
                 with anyio.fail_after(self._sync_s()):
-                    done.append(await member.do("sync_stale", timeout_s))
+                    done.append(bool(await member.do("sync_stale", timeout_s)))
             except ActorLost:  # it is restarted
                 done.append(True)
             except TimeoutError:
@@ -389,12 +390,14 @@ class RemoteRuntimes:
 
     async def _load(self, member: _Member, published: PublishedWeights) -> None:
         """Load weights into the servers of a runtime."""
-        number, synced = self._number, RuntimeSync(error="it did not answer in time")
+        number = self._number
+        synced: object = RuntimeSync(error="it did not answer in time")
         with anyio.move_on_after(self._sync_s()):
             try:
                 synced = await member.do("sync", published, self._timeout_s)
             except ActorLost as error:
                 synced = RuntimeSync(error=str(error))
+        assert isinstance(synced, RuntimeSync)
         member.number, member.synced, member.is_right = number, synced, False
 
     def _judge(self, members: Sequence[_Member]) -> None:
