@@ -67,9 +67,8 @@ def curves(folder: Path, run: str) -> Curves:
     Raises:
         NotThere: There is no such run.
     """
-    if run not in {
-        row["name"] for row in runs_beside(folder)
-    }:  # untrusted input must not form a path
+    # Untrusted input must not form a path.
+    if run not in {row["name"] for row in runs_beside(folder)}:
         raise NotThere(f"run {run!r}: not found in {folder.parent}")
     path = folder.parent / run
     return {"rows": [*start_metrics(path), *read_metrics(path)], **origin_of(path)}
