@@ -1,6 +1,6 @@
-"""The only composer of a training run: its settings become the parts of the run.
+"""The only composer of a training run: settings become a plan, and the plan the parts of the run.
 
-    TrainSettings ──checked──> placed on a cluster ──> a section for each part
+    TrainSettings ──checked──> placed on a cluster ──RunPlan.of──> a section for each part
     fine-tuning ──model──> learner, runtime or runtimes on a cluster ──> TrainingLoop
 
 No part of a run gets the settings as a whole. What starts first is closed last.
@@ -17,7 +17,7 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import anyio
 import anyio.to_thread
 
 from agentloop.agent.named_tools import imported_tools
+from agentloop.agent.rollout import Budget
 from agentloop.agent.threads import in_command_thread
 from agentloop.aio import exempt_from_collection
 from agentloop.analysis.plots import plot_runs
@@ -40,7 +41,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
-from agentloop.observe.watchdog import watching
+from agentloop.observe.watchdog import WatchdogSettings, watching
 from agentloop.rollouts.player import player_of
 from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
@@ -49,7 +50,10 @@ from agentloop.training.cluster.rollout_host import OpenedRollouts
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop.queue import GroupQueue, TaskCursor
+from agentloop.training.loop.settings import LoopSettings, StageSettings
 from agentloop.training.loop.steps import Steps
 from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.plan.checks import check_settings
@@ -67,13 +71,16 @@ from agentloop.training.recovery.respawn import tell_run
 from agentloop.training.recovery.resume import load_newest
 from agentloop.training.recovery.undo import finish_undo, undo
 from agentloop.training.rollouts import NUM_TRIES, Rollouts
+from agentloop.training.run.collapse import CollapseSettings
 from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import RunControl
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder, config_of
 from agentloop.training.run.status import count_of
-from agentloop.training.sft.stage import check_teachers
+from agentloop.training.sft.run import model_folder
+from agentloop.training.sft.stage import FineTuning, check_teachers
 from agentloop.training.teacher_client import open_teacher
+from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
 
 log = logging.getLogger(__name__)
@@ -103,10 +110,58 @@ class RolloutPlan:
         )
 
 
-def runtime_settings(settings: TrainSettings, folder: RunFolder) -> Settings:
-    """Return the settings of servers, router, sandbox and tools, for the longest rollouts of any
-    stage, with their logs in the run's folder."""
-    return settings.as_one_stage().model_copy(update={"log_dir": folder.path / "logs"})
+@dataclass(frozen=True)
+class RunPlan:
+    """A training run: a section for each of its parts, made once from settings that are checked.
+
+    Attributes:
+        runtime: servers, router, sandbox and tools, for the longest rollouts of any stage.
+        fine_tuning: the supervised fine-tuning before the rollouts, if there is one.
+        lends_memory: whether servers lend their GPUs' memory to the learner for each step.
+        num_runtimes: runtimes on nodes of a cluster; 0: one in this process.
+    """
+
+    runtime: Settings
+    rollouts: RolloutPlan
+    learner: LearnerSettings
+    ranks: RanksSettings
+    loop: LoopSettings
+    stages: dict[str, StageSettings]
+    budget: Budget
+    weights: WeightsSettings
+    collapse: CollapseSettings
+    watchdog: WatchdogSettings
+    fine_tuning: FineTuning | None
+    lends_memory: bool
+    num_runtimes: int
+
+    @classmethod
+    def of(cls, settings: TrainSettings, *, log_dir: Path) -> RunPlan:
+        """Return the plan of a run that is placed, with the logs of its servers in `log_dir`."""
+        s = settings
+        return cls(
+            runtime=s.as_one_stage().model_copy(update={"log_dir": log_dir}),
+            rollouts=RolloutPlan.of(s),
+            learner=learner_settings(s),
+            ranks=s.ranks,
+            loop=s.loop,
+            stages=s.stages,
+            budget=s.budget,
+            weights=s.weights,
+            collapse=s.collapse,
+            watchdog=s.watchdog,
+            fine_tuning=fine_tuning(s),
+            lends_memory=lends_memory(s),
+            num_runtimes=s.cluster.runtimes,
+        )
+
+    def starting_from(self, model: Path) -> RunPlan:
+        """Return the plan with another model to start from."""
+        return replace(
+            self,
+            runtime=self.runtime.model_copy(update={"model": str(model)}),
+            learner=self.learner.model_copy(update={"model": model_folder(model)}),
+        )
 
 
 # --- before anything starts -----------------------------------------------------------------------
@@ -214,30 +269,31 @@ async def _run(
         on_cluster(settings, log_dir=logs, say=progress.say) as cluster,
     ):
         settings = cluster.settings if cluster else with_server_options(settings)
-        if (before := fine_tuning(settings)) is not None:
+        run = RunPlan.of(settings, log_dir=logs)
+        if run.fine_tuning is not None:
             spawn = cluster.spawn_sft_rank if cluster else spawn_here
-            model = await before.make_start_model(dashboard, progress, spawn)
-            settings = settings.model_copy(update={"model": str(model)})
-        await _roll_out_and_learn(settings, tasks, queue, dashboard, progress, cluster)
+            run = run.starting_from(
+                await run.fine_tuning.make_start_model(dashboard, progress, spawn)
+            )
+        await _roll_out_and_learn(run, tasks, queue, dashboard, progress, cluster)
 
 
 # --- rollouts and learner -------------------------------------------------------------------------
 
 
 async def _roll_out_and_learn(
-    settings: TrainSettings,
+    run: RunPlan,
     tasks: TaskSource,
     queue: GroupQueue,
     dashboard: RunDashboard,
     progress: ProgressLine,
     cluster: OnCluster | None,
 ) -> None:
-    folder, for_loop = dashboard.folder, settings.loop
-    for_learner = learner_settings(settings)
+    folder = dashboard.folder
     async with AsyncExitStack() as stack:
         learner = KeptLearner(
-            for_learner,
-            settings.ranks,
+            run.learner,
+            run.ranks,
             log_dir=folder.path / "logs",
             on_progress=progress,
             spawn=cluster.spawn_rank if cluster else spawn_here,
@@ -247,32 +303,30 @@ async def _roll_out_and_learn(
         if not is_alone:
             await stack.enter_async_context(learner.starting())
         (rollouts, wait_for_capacity, serving), describe = await stack.enter_async_context(
-            _rolling_out(settings, dashboard, progress, cluster)
+            _rolling_out(run, dashboard, progress, cluster)
         )
         if is_alone:
             await stack.enter_async_context(learner)
         stack.push_async_callback(learner.close)  # before the servers, which may share a group
         if folder.checkpoint is not None:
             progress(f"Loading {folder.checkpoint.name}")
-        timeout_s = for_loop.step_timeout_s
+        timeout_s = run.loop.step_timeout_s
         restored = await load_newest(learner, folder, timeout_s=timeout_s)
         after = 0 if restored is None else restored.step
         ready = await learner.about()
-        await record_learner(
-            queue, LearnerRecord.of(for_learner, settings.ranks, ready, after=after)
-        )
-        watching_servers = watching(settings.watchdog, dashboard.stalls, describe)
+        await record_learner(queue, LearnerRecord.of(run.learner, run.ranks, ready, after=after))
+        watching_servers = watching(run.watchdog, dashboard.stalls, describe)
         watch = await stack.enter_async_context(watching_servers)
         context = RunContext(
-            for_loop,
+            run.loop,
             tasks,
             rollouts,
             wait_for_capacity,
             queue,
             folder,
             progress,
-            stages=settings.stages,
-            budget=settings.budget,
+            stages=run.stages,
+            budget=run.budget,
             control=RunControl(watch),
             emit=dashboard.emit,
         )
@@ -283,12 +337,10 @@ async def _roll_out_and_learn(
             restored=restored,
             timeout_s=timeout_s,
             say=progress.say,
-            max_restarts=settings.ranks.max_restarts,
-            lending=_lending(settings, serving),
+            max_restarts=run.ranks.max_restarts,
+            lending=_lending(run, serving),
         )
-        loop = TrainingLoop(
-            context, steps, serving, weights=settings.weights, collapse=settings.collapse
-        )
+        loop = TrainingLoop(context, steps, serving, weights=run.weights, collapse=run.collapse)
         dashboard.loop = loop
         stack.callback(dashboard.detach)
         if cluster:
@@ -297,40 +349,35 @@ async def _roll_out_and_learn(
         await loop.run()
 
 
-def _lending(
-    settings: TrainSettings, serving: Serving
-) -> Callable[[], AbstractAsyncContextManager[None]]:
+def _lending(run: RunPlan, serving: Serving) -> Callable[[], AbstractAsyncContextManager[None]]:
     """Return what has servers lend their memory to the learner for a step, if they share GPUs."""
-    if isinstance(serving, Served) and lends_memory(settings):
-        return partial(serving.lending, timeout_s=settings.weights.timeout_s)
+    if isinstance(serving, Served) and run.lends_memory:
+        return partial(serving.lending, timeout_s=run.weights.timeout_s)
     return nullcontext
 
 
 @asynccontextmanager
 async def _rolling_out(
-    settings: TrainSettings,
-    dashboard: RunDashboard,
-    progress: ProgressLine,
-    cluster: OnCluster | None,
+    run: RunPlan, dashboard: RunDashboard, progress: ProgressLine, cluster: OnCluster | None
 ) -> AsyncIterator[tuple[OpenedRollouts, Callable[[], str]]]:
     """Start a runtime here, or runtimes on nodes; yield them, and what describes their state."""
-    plan, for_runtime = RolloutPlan.of(settings), runtime_settings(settings, dashboard.folder)
-    if cluster is not None and settings.cluster.runtimes:
-        open_rollouts = partial(remote_rollouts, plan)
-        size = settings.loop.group_size
-        async with cluster.runtimes(for_runtime, open_rollouts, size, progress.say) as runtimes:
+    if cluster is not None and run.num_runtimes:
+        open_rollouts = partial(remote_rollouts, run.rollouts)
+        size = run.loop.group_size
+        async with cluster.runtimes(run.runtime, open_rollouts, size, progress.say) as runtimes:
             yield (runtimes, runtimes.wait_for_capacity, runtimes), runtimes.describe
         return
     async with AsyncExitStack() as stack:
+        settings = run.runtime
         if cluster is not None:
-            services = cluster.start_services(for_runtime, say=progress)
-            for_runtime = await stack.enter_async_context(services)
-        runtime = await stack.enter_async_context(Runtime(for_runtime, progress=progress))
+            services = cluster.start_services(settings, say=progress)
+            settings = await stack.enter_async_context(services)
+        runtime = await stack.enter_async_context(Runtime(settings, progress=progress))
         if cluster is not None:
             await stack.enter_async_context(cluster.kept_alive(runtime))
         dashboard.runtime = runtime
         stack.callback(dashboard.detach)  # also if the learner fails to start
-        async with rollouts_of(plan, runtime, dashboard.emit) as parts:
+        async with rollouts_of(run.rollouts, runtime, dashboard.emit) as parts:
             yield parts, partial(_servers_in_words, runtime)
 
 
