@@ -1,4 +1,4 @@
-"""What servers report of tokens for the learner: kept ids and experts."""
+"""Hold the records of tokens that servers report: kept ids and experts."""
 
 from __future__ import annotations
 

@@ -426,9 +426,12 @@ class Trajectory:
         return cls(**values | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})
 
 
-_TEXTS: dict[str, Callable[[str], Any]] = {"kept": KeptIds.parse, "experts": RoutedExperts.parse}
+_TEXTS: dict[str, Callable[[str], KeptIds | RoutedExperts]] = {
+    "kept": KeptIds.parse,
+    "experts": RoutedExperts.parse,
+}
 """Fields that are stored as text, each with what reads it."""
 
 
-def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _plain(fields: list[tuple[str, object]]) -> dict[str, object]:
     return {key: str(value) if key in _TEXTS and value else value for key, value in fields}

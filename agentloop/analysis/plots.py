@@ -17,6 +17,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from agentloop.analysis.run_list import read_metrics
 from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
@@ -293,7 +295,7 @@ def _draw(axes: Axes, panel: Panel, runs: Mapping[str, Sequence[Row]]) -> None:
         styles = zip(cycle(_COLORS), cycle(_DASHES), cycle(_MARKS), strict=False)
         for rows, style in zip(runs.values(), styles, strict=False):
             _lines(axes, panel, rows, *style)
-    lowest = min((float(min(line.get_ydata())) for line in axes.get_lines()), default=0.0)
+    lowest = min((float(np.min(line.get_ydata())) for line in axes.get_lines()), default=0.0)
     if lowest >= 0:
         axes.set_ylim(bottom=0)
     if panel.top is not None and axes.get_ylim()[1] <= panel.top * 1.06:
@@ -321,7 +323,7 @@ def _lines(
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
         values = moving_average(values, window)
     if values:
-        alone = {"marker": mark, "markersize": 4} if len(values) == 1 else {}
+        alone: dict[str, Any] = {"marker": mark, "markersize": 4} if len(values) == 1 else {}
         axes.plot(steps, values, color=color, linewidth=1.6, linestyle=dashes, **alone)
     measured = _points(rows, f"held_out/{panel.name}") if panel.held_out else ([], [])
     if measured[0]:

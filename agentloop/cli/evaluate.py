@@ -18,7 +18,7 @@ from agentloop.config import load_known, load_settings
 from agentloop.environments.environment import Environment
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, SettingsError
-from agentloop.evaluation.results import notes, table, text
+from agentloop.evaluation.results import Results, notes, table, text
 from agentloop.evaluation.wiring import (
     EvaluateSettings,
     check_settings,
@@ -167,20 +167,20 @@ async def _evaluate(
         folder, summary = await evaluate(settings, progress, resume=resume)
         progress.say(f"The run is in {folder}")
     if as_json:
-        print(json.dumps(summary, ensure_ascii=False))
+        print(json.dumps(summary.to_dict(), ensure_ascii=False))
     elif sys.stdout.isatty():
         _print_table(summary)
     else:
         print(text(summary), end="")
-    return 1 if summary["all"]["num_missing"] else 0
+    return 1 if summary.all.num_missing else 0
 
 
-def _print_table(summary: dict[str, object]) -> None:
+def _print_table(summary: Results) -> None:
     from rich.console import Console
     from rich.table import Table
 
     head, *rows = table(summary)
-    grid = Table(*head, title=f"{summary['model']}, by {summary['by']}")
+    grid = Table(*head, title=f"{summary.sampled.model}, by {summary.sampled.by}")
     for cells in rows:
         grid.add_row(*cells)
     out = Console()

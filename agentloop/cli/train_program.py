@@ -1,4 +1,4 @@
-"""What `agentloop train` does once its arguments are known.
+"""Run `agentloop train` once its arguments are known.
 
 supervised fine-tuning (optional) ──> stages of rollouts and learning ──> plots
 """

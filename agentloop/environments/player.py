@@ -14,14 +14,14 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import anyio
 
 from agentloop.agent.channels import answer_in
 from agentloop.agent.formats.values import decode_arguments
 from agentloop.agent.rollout import Budget, Reply
-from agentloop.agent.tools import Tool, ToolFunction, Tools
+from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
 from agentloop.environments.endpoint import Endpoint
 from agentloop.errors import InfrastructureFailed, ServerError, culprit
 from agentloop.events import (
@@ -52,6 +52,7 @@ from agentloop.trajectory import (
 )
 
 __all__ = [
+    "DialogueRow",
     "OtherModel",
     "Player",
     "PlayerHost",
@@ -85,6 +86,13 @@ ResolveTools = Callable[[Sequence[Tool | ToolFunction | str]], list[Tool]]
 """A function that returns the tools themselves for functions and names."""
 
 
+class DialogueRow(TypedDict):
+    """A conversation as `agentloop sft` reads it."""
+
+    messages: list[Message]
+    tools: list[Schema]
+
+
 @dataclass
 class PlayerHost:
     """Runs conversations with a player in place of the model; implements `Host`.
@@ -98,7 +106,7 @@ class PlayerHost:
     player: Player
     pool: Any
     resolve_tools: ResolveTools
-    dialogues: list[dict[str, Any]] | None = None
+    dialogues: list[DialogueRow] | None = None
 
     @property
     def session_listener(self) -> None:

@@ -28,33 +28,24 @@ from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.request import GroupRequest
 from agentloop.trajectory import Message, Trajectory, Turn
 
-__all__ = ["EndpointSampler"]
 
-
+@dataclass(frozen=True, slots=True)
 class EndpointSampler:
-    """Samples an endpoint (`Player`). Create it with `EndpointSampler.open`."""
+    """Samples an endpoint (`Player`). Create it with `EndpointSampler.open`.
 
-    def __init__(
-        self,
-        client: OpenAIClient,
-        settings: EndpointSettings,
-        sampling: Sampling,
-        emit: Emit,
-    ) -> None:
-        self._client = client
-        self._emit = emit
-        self._settings = settings
-        self._sampling = sampling
-        self.model = settings.model
+    Attributes:
+        settings: the endpoint's, with the name of its model.
+    """
+
+    client: OpenAIClient
+    settings: EndpointSettings
+    sampling: Sampling
+    emit: Emit
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls,
-        settings: EndpointSettings,
-        sampling: Sampling,
-        *,
-        emit: Emit = ignore,
+        cls, settings: EndpointSettings, sampling: Sampling, *, emit: Emit = ignore
     ) -> AsyncIterator[EndpointSampler]:
         """Connect to an endpoint.
 
@@ -67,9 +58,8 @@ class EndpointSampler:
         """
         client = OpenAIClient(settings)
         try:
-            sampler = cls(client, settings, sampling, emit)
-            sampler.model = settings.model or await client.only_model()
-            yield sampler
+            model = settings.model or await client.only_model()
+            yield cls(client, settings.model_copy(update={"model": model}), sampling, emit)
         finally:
             await client.aclose()
 
@@ -81,7 +71,7 @@ class EndpointSampler:
         refuses the task.
         """
         name = request.name
-        sampling = self._sampling.of_group(name)
+        sampling = self.sampling.of_group(name)
         messages = conversation_of(request.task.prompt)
         request.queued.set()
         yield [
@@ -94,51 +84,13 @@ class EndpointSampler:
             for index in range(request.size)
         ]
 
-    async def sample(
-        self, trajectory: Trajectory, group: str, body: Mapping[str, object]
-    ) -> int | None:
-        """Send a request, record the answer and return its number of tokens, if known."""
-        async with self._client.slots:  # no deadline: each request has one
-            trajectory.created_unix_s = time.time()
-            self._emit(RolloutStarted(trajectory, group))
-            try:
-                num_tokens = await self._record(trajectory, body)
-            except BaseException:
-                self._emit(RolloutAbandoned(trajectory.id))
-                raise
-            self._emit(RolloutFinished(trajectory.id, trajectory, num_tokens))
-        return num_tokens
-
-    async def _record(self, trajectory: Trajectory, body: Mapping[str, object]) -> int | None:
-        """Send a request, store the answer in `trajectory` and return its token count, if known."""
-        started_s = time.monotonic()
-        try:
-            completion = await self._client.complete(body, id=trajectory.id)
-        except (ServerRefused, ServerUnavailable) as error:
-            trajectory.error = str(error)
-            return None
-        finally:
-            trajectory.elapsed_s = time.monotonic() - started_s
-        trajectory.stop_reason = completion.stop_reason
-        trajectory.error = completion.failure or None
-        turn = Turn(
-            text=completion.text,
-            end=turn_end_of(completion.stop_reason),
-            servers=[self._settings.url],
-            generated_s=trajectory.elapsed_s,
-            ended_s=trajectory.elapsed_s,
-        )
-        trajectory.turns.append(turn)
-        trajectory.answer = answer_in(completion.text, reasoning=False)
-        return completion.num_tokens
-
     def _body(
         self, messages: Sequence[Message], sampling: Sampling, budget: Budget
     ) -> dict[str, object]:
         body = {
-            "model": self.model,
+            "model": self.settings.model,
             "messages": list(messages),
-            **sampling_fields(sampling, self._settings, budget.max_response_tokens),
+            **sampling_fields(sampling, self.settings, budget.max_response_tokens),
         }
         if (seed := seed_of(sampling)) is not None:
             body["seed"] = seed
@@ -155,12 +107,43 @@ class _Sample:
     body: Mapping[str, object]
 
     async def play(self) -> RolloutRecord:
-        num_tokens = await self.sampler.sample(self.trajectory, self.group, self.body)
+        trajectory, emit = self.trajectory, self.sampler.emit
         record = self.cut_off()
-        record.num_tokens = num_tokens
-        if self.trajectory.stop_reason.is_unscorable:
+        async with self.sampler.client.slots:  # no deadline: each request has one
+            trajectory.created_unix_s = time.time()
+            emit(RolloutStarted(trajectory, self.group))
+            try:
+                record.num_tokens = await self._ask()
+            except BaseException:
+                emit(RolloutAbandoned(trajectory.id))
+                raise
+            emit(RolloutFinished(trajectory.id, trajectory, record.num_tokens))
+        if trajectory.stop_reason.is_unscorable:
             record.no_reward = NoReward.INFRASTRUCTURE
         return record
+
+    async def _ask(self) -> int | None:
+        """Send the request, store the answer in the trajectory, and return its token count."""
+        trajectory, started_s = self.trajectory, time.monotonic()
+        try:
+            completion = await self.sampler.client.complete(self.body, id=trajectory.id)
+        except (ServerRefused, ServerUnavailable) as error:
+            trajectory.error = str(error)
+            return None
+        finally:
+            trajectory.elapsed_s = time.monotonic() - started_s
+        trajectory.stop_reason = completion.stop_reason
+        trajectory.error = completion.failure or None
+        turn = Turn(
+            text=completion.text,
+            end=turn_end_of(completion.stop_reason),
+            servers=[self.sampler.settings.url],
+            generated_s=trajectory.elapsed_s,
+            ended_s=trajectory.elapsed_s,
+        )
+        trajectory.turns.append(turn)
+        trajectory.answer = answer_in(completion.text, reasoning=False)
+        return completion.num_tokens
 
     def cut_off(self) -> RolloutRecord:
         return RolloutRecord(self.trajectory.id, [self.trajectory], to_grade=self.trajectory)

@@ -37,8 +37,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Estimate", "avg_at_k", "pass_at_k", "sampling_error", "solved_by_any", "student_t"]
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -52,6 +50,9 @@ class Estimate:
     low: float
     high: float
     num_tasks: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 def avg_at_k(rewards: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate | None:
@@ -89,13 +90,7 @@ def pass_at_k(
 
 
 def solved_by_any(num_samples: int, num_right: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k samples is correct.
-
-    Raises:
-        ValueError: There are fewer than k samples, or more correct samples than samples.
-    """
-    if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
-        raise ValueError(f"k={k}: {num_right} correct of {num_samples} samples")
+    """Return the unbiased estimate of the probability that one of k (<= num_samples) is correct."""
     # With integers this is exact and equals the product in the paper's code.
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
@@ -147,13 +142,8 @@ def _of_numbers(values: Sequence[float], confidence: float) -> Estimate | None:
 
 @lru_cache(maxsize=1024)
 def student_t(degrees: int, confidence: float) -> float:
-    """Return c such that |T| <= c with probability `confidence`, for T with Student's distribution.
-
-    Raises:
-        ValueError: `degrees` is less than 1, or `confidence` is not between 0 and 1.
-    """
-    if degrees < 1 or not 0 < confidence < 1:
-        raise ValueError(f"degrees={degrees}, confidence={confidence}")
+    """Return c such that |T| <= c with probability `confidence`, for T with Student's distribution
+    of at least one degree of freedom."""
     # Bisect over an angle, whose range is bounded: t = tan(angle) sqrt(degrees).
     low, high = 0.0, math.pi / 2
     while (middle := (low + high) / 2) not in (low, high):

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import anyio
 import pydantic
@@ -33,15 +35,11 @@ from agentloop.rollouts.stream import finished_groups
 from agentloop.training.run.folder import RunFolder
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Evaluation", "EvaluationSettings", "Outcome"]
-
 _OUTCOMES = "outcomes.jsonl"
 
 
-class EvaluationSettings(pydantic.BaseModel):
+class EvaluationSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Options for sampling the tasks and for the reported estimates."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     num_samples: int = pydantic.Field(
         16, ge=1, le=4096, description="Samples per task: the k of avg@k."
@@ -100,6 +98,15 @@ class Outcome:
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sample of a task: its attempt and figures, and its rows in the group's file."""
+
+    attempt: int
+    figures: RolloutFigures
+    rows: list[dict[str, object]]
 
 
 class Evaluation:
@@ -191,19 +198,17 @@ class Evaluation:
             int(path.stem.removeprefix("group-")): f"trajectories/{path.name}"
             for path in (folder.path / "trajectories").glob("group-*.jsonl")
         }
-        by_number: dict[int, JsonObject] = {
-            row["group"]: row for row in folder.rows(_OUTCOMES) if row["group"] in files
-        }
+        by_number = {row["group"]: row for row in folder.rows(_OUTCOMES)}
         for number, path in files.items():
-            if (row := by_number.get(number)) is None:  # killed between the two writes
+            if (row := by_number.get(number)) is not None:
+                task, rollouts = row["task"], GroupFigures.from_dict(row).rollouts
+            else:  # killed between the two writes
                 rows = folder.read_group(path)
                 if not rows:
                     raise DataError(f"{self._folder.path / path}: the file is empty")
-                figures = [sample[0]["figures"] for sample in _by_sample(rows)]
-                row = {"task": rows[0]["task"], "rollouts": figures}
-            if (outcome := self._outcomes.get(row["task"])) is not None:
-                outcome.number = number
-                outcome.rollouts = GroupFigures.from_dict(row).rollouts
+                task, rollouts = rows[0]["task"], [each.figures for each in _samples_in(rows)]
+            if (outcome := self._outcomes.get(task)) is not None:
+                outcome.number, outcome.rollouts = number, rollouts
         self._taken = set(files)
         self._num_reported = len(folder.metrics())
 
@@ -219,14 +224,19 @@ class Evaluation:
     async def _sample(
         self, groups: GroupRunner, budget: Budget, outcome: Outcome, queued: anyio.Event
     ) -> Sequence[Trajectory]:
-        samples: list[list[JsonObject]] = []
+        samples: dict[int, _Sample] = {}
         if outcome.rollouts:
             path = f"trajectories/group-{outcome.number:07}.jsonl"
-            samples = _by_sample(await in_run_thread(self._folder.read_group, path))
-        tried = max((rows[0]["attempt"] + 1 for rows in samples), default=0)
-        samples += [[] for _ in range(self._settings.num_samples - len(samples))]
+            rows = await in_run_thread(self._folder.read_group, path)
+            samples = dict(enumerate(_samples_in(rows)))
+        tried = max((sample.attempt + 1 for sample in samples.values()), default=0)
+        num_samples = max(self._settings.num_samples, len(samples))
         for attempt in range(tried, tried + self._settings.retries + 1):
-            missing = [i for i, rows in enumerate(samples) if not rows or rows[0]["reward"] is None]
+            missing = [
+                index
+                for index in range(num_samples)
+                if index not in samples or samples[index].figures.reward is None
+            ]
             if not missing:
                 break
             name = f"{outcome.number}-{outcome.task.id}"
@@ -236,16 +246,15 @@ class Evaluation:
                 request = GroupRequest(outcome.task, name, len(missing), budget, queued=queued)
                 group = await groups.run(request)
             except EnvironmentFailed:  # on each of those that are repeated
-                if len(missing) == len(samples):
+                if len(missing) == num_samples:
                     raise
                 continue
-            common = {"group": outcome.number, "version": None, "attempt": attempt}
-            rows_of = partial(_rows, group, missing, name, common)
-            for index, rows in zip(missing, await in_run_thread(rows_of), strict=True):
-                samples[index] = rows
-        all_rows = [row for rows in samples for row in rows]
+            samples_of = partial(_samples_of, group, missing, name, outcome.number, attempt)
+            samples |= zip(missing, await in_run_thread(samples_of), strict=True)
+        done = [samples[index] for index in sorted(samples)]
+        all_rows = [row for sample in done for row in sample.rows]
         await in_run_thread(self._folder.add_group, outcome.number, all_rows)
-        outcome.rollouts = [RolloutFigures(**rows[0]["figures"]) for rows in samples]
+        outcome.rollouts = [sample.figures for sample in done]
         return ()
 
     async def _report(self, outcome: Outcome) -> None:
@@ -268,30 +277,32 @@ class Evaluation:
         self._emit(Measured(row))
 
 
-def _by_sample(rows: Sequence[JsonObject]) -> list[list[JsonObject]]:
-    """Return the rows of a group's file by sample: one for each of its trajectories."""
-    rows_by_sample: dict[int, list[JsonObject]] = {}
-    for number, row in enumerate(rows):
-        rows_by_sample.setdefault(row.get("rollout", number), []).append(row)
-    return list(rows_by_sample.values())
+def _samples_in(rows: Sequence[JsonObject]) -> list[_Sample]:
+    """Return the samples in a group's file, whose rows are in their order."""
+    by_sample = [list(of_sample) for _, of_sample in groupby(rows, itemgetter("rollout"))]
+    return [
+        _Sample(of_sample[0]["attempt"], RolloutFigures(**of_sample[0]["figures"]), of_sample)
+        for of_sample in by_sample
+    ]
 
 
-def _rows(
-    group: RolloutGroup, indexes: Sequence[int], name: str, common: JsonObject
-) -> list[list[JsonObject]]:
-    """Return the rows of each sample.
+def _samples_of(
+    group: RolloutGroup, indexes: Sequence[int], name: str, number: int, attempt: int
+) -> list[_Sample]:
+    """Return the samples of a group with their rows.
 
     Args:
         indexes: the numbers of the samples among all of their task.
         name: the name of the group; in the rows, the ids of all samples are alike.
+        number: the number of the group's file.
     """
-    samples: list[list[JsonObject]] = [[] for _ in group.rollouts]
-    figures = [asdict(RolloutFigures.of(rollout)) for rollout in group.rollouts]
+    figures = [RolloutFigures.of(rollout) for rollout in group.rollouts]
+    samples = [_Sample(attempt, of_rollout, []) for of_rollout in figures]
     for row in group.rows():
         position, index = row.rollout, indexes[row.rollout]
         values = row.to_dict()
         later = row.trajectory.id.removeprefix(f"{name}.{position}")  # "" or "+..."
-        values["trajectory"]["id"] = f"{common['group']}-{row.task}.{index}{later}"
-        extra = {**common, "rollout": index, "figures": figures[position]}
-        samples[position].append({**values, **extra})
+        values["trajectory"]["id"] = f"{number}-{row.task}.{index}{later}"
+        values |= {"group": number, "version": None, "attempt": attempt, "rollout": index}
+        samples[position].rows.append(values | {"figures": asdict(figures[position])})
     return samples

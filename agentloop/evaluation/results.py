@@ -8,10 +8,7 @@ from dataclasses import asdict, dataclass
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, mean_recorded, percent
-
-__all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
 
 _MAX_REASONS = 20
 
@@ -84,81 +81,91 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
     )
 
 
-def results(
-    outcomes: Sequence[Outcome], settings: EvaluationSettings, description: Mapping[str, object]
-) -> JsonObject:
-    """Return all results for JSON, starting with `description`: the model and its settings."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The source of the samples: the model, who served it, its environments and settings."""
+
+    model: str
+    by: str
+    environments: Sequence[Mapping[str, object]]
+    tools: Sequence[str]
+    sampling: Mapping[str, object]
+    budget: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The results of an evaluation.
+
+    Attributes:
+        all, sets: figures of all tasks, and of each set of them by its name.
+        missing: number of missing samples by the reason, the most frequent reasons first.
+        versions: versions of the weights that sampled.
+    """
+
+    sampled: Sampled
+    num_samples: int
+    confidence: float
+    all: Figures
+    sets: Mapping[str, Figures]
+    missing: Mapping[str, int]
+    versions: Sequence[str]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the results as plain data for JSON, what was sampled first."""
+        row = asdict(self)
+        return {**row.pop("sampled"), **row}
+
+
+def results(outcomes: Sequence[Outcome], settings: EvaluationSettings, sampled: Sampled) -> Results:
+    """Return all results."""
     sets: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         sets.setdefault(outcome.task.env or outcome.task.source or "tasks", []).append(outcome)
-    reasons = Counter(
-        rollout.reason
-        for outcome in outcomes
-        for rollout in outcome.rollouts
-        if rollout.reward is None
+    rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
+    reasons = Counter(rollout.reason for rollout in rollouts if rollout.reward is None)
+    for outcome in outcomes:
+        if outcome.refused:
+            reason = f"the task could not be sampled: {outcome.refused}"
+            reasons[reason] += settings.num_samples
+    return Results(
+        sampled,
+        settings.num_samples,
+        settings.confidence,
+        figures_of(outcomes, settings),
+        {name: figures_of(sets[name], settings) for name in sorted(sets)},
+        dict(reasons.most_common(_MAX_REASONS)),
+        sorted({version for rollout in rollouts for version in rollout.versions}),
     )
-    reasons.update(
-        {f"the task could not be sampled: {outcome.refused}": settings.num_samples
-         for outcome in outcomes if outcome.refused}
-    )  # fmt: skip
-    return {
-        **description,
-        "num_samples": settings.num_samples,
-        "confidence": settings.confidence,
-        "all": _data(figures_of(outcomes, settings)),
-        "sets": {name: _data(figures_of(sets[name], settings)) for name in sorted(sets)},
-        "missing": dict(reasons.most_common(_MAX_REASONS)),
-        "versions": sorted({
-            version
-            for outcome in outcomes
-            for rollout in outcome.rollouts
-            for version in rollout.versions
-        }),
-    }  # fmt: skip
 
 
-def _data(figures: Figures) -> dict[str, object]:
-    data = asdict(figures)
-    data["pass_at_k"] = {str(k): estimate for k, estimate in data["pass_at_k"].items()}
-    return data
-
-
-def table(data: JsonObject) -> list[list[str]]:
+def table(results: Results) -> list[list[str]]:
     """Return rows of cells; the first row names the sets, the first column the metrics."""
-    sets: dict[str, JsonObject] = dict(data["sets"])
+    whole, sets = results.all, dict(results.sets)
     if len(sets) != 1:
-        sets["all"] = data["all"]
-    k = data["num_samples"]
-
-    def row(name: str, *cells: str) -> list[str]:
-        return [name, *cells]
-
+        sets["all"] = whole
     columns = list(sets.values())
     rows = [
-        row("", *sets),
-        row("tasks", *(str(figures["num_tasks"]) for figures in columns)),
-        row(f"avg@{k}", *(_estimate(figures["avg_at_k"]) for figures in columns)),
+        ["", *sets],
+        ["tasks", *(str(figures.num_tasks) for figures in columns)],
+        [f"avg@{results.num_samples}", *(_estimate(figures.avg_at_k) for figures in columns)],
     ]
-    for at in data["all"]["pass_at_k"]:
-        rows.append(
-            row(f"pass@{at}", *(_estimate(figures["pass_at_k"][at]) for figures in columns))
-        )
-    for part in data["all"]["parts"]:
-        rows.append(row(f"part {part}", *(mean(figures["parts"].get(part)) for figures in columns)))
-    for key in data["all"]["recorded"]:
-        rows.append(
-            row(f"recorded {key}", *(mean(figures["recorded"].get(key)) for figures in columns))
-        )
+    for at in whole.pass_at_k:
+        rows.append([f"pass@{at}", *(_estimate(figures.pass_at_k[at]) for figures in columns)])
+    for part in whole.parts:
+        rows.append([f"part {part}", *(mean(figures.parts.get(part)) for figures in columns)])
+    for key in whole.recorded:
+        rows.append([f"recorded {key}", *(mean(figures.recorded.get(key)) for figures in columns)])
     rows += [
-        row("samples", *(str(figures["num_samples"]) for figures in columns)),
-        row("missing", *(str(figures["num_missing"]) for figures in columns)),
-        row("tokens, mean", *(_figure(figures["length_mean"], ",.0f") for figures in columns)),
-        row("turns, mean", *(_figure(figures["turns_mean"], ".1f") for figures in columns)),
-        row("out of budget", *(percent(figures["truncated"]) for figures in columns)),
-        row(
+        ["samples", *(str(figures.num_samples) for figures in columns)],
+        ["missing", *(str(figures.num_missing) for figures in columns)],
+        ["tokens, mean", *(_figure(figures.length_mean, ",.0f") for figures in columns)],
+        ["turns, mean", *(_figure(figures.turns_mean, ".1f") for figures in columns)],
+        ["out of budget", *(percent(figures.truncated) for figures in columns)],
+        [
             "tool errors in correct rollouts",
-            *(percent(figures["tool_errors_in_correct"]) for figures in columns),
-        ),
+            *(percent(figures.tool_errors_in_correct) for figures in columns),
+        ],
     ]
     return rows
 
@@ -167,56 +174,52 @@ def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _estimate(estimate: dict[str, object] | None) -> str:
-    return (
-        "-"
-        if estimate is None
-        else f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
-    )
+def _estimate(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else str(estimate)
 
 
-def notes(data: JsonObject) -> list[str]:
+def notes(results: Results) -> list[str]:
     """Return explanations of the table, one per line."""
     lines = [
-        f"In brackets: the {100 * data['confidence']:g}% confidence interval for the population of "
+        f"In brackets: the {100 * results.confidence:g}% confidence interval for the population of "
         "problems from which the tasks are drawn.",
     ]
-    if error := data["all"]["sampling_error"]:  # 0 means equal samples, not certainty
+    if error := results.all.sampling_error:  # 0 means equal samples, not certainty
         lines.append(
-            f"Standard error of avg@{data['num_samples']} over new samples of the same tasks: "
+            f"Standard error of avg@{results.num_samples} over new samples of the same tasks: "
             f"{error:.3f}."
         )
-    if num_filtered := data["all"]["num_filtered"]:
+    if num_filtered := results.all.num_filtered:
         lines.append(
             "Samples that the endpoint's content filter cut off, scored as they are: "
             f"{num_filtered}."
         )
-    lines += [f"Missing samples, {count}: {reason}" for reason, count in data["missing"].items()]
-    if len(data["versions"]) > 1:
+    lines += [f"Missing samples, {count}: {reason}" for reason, count in results.missing.items()]
+    if len(results.versions) > 1:
         lines.append(
             "The weights changed during the evaluation: tokens were sampled with the versions "
-            f"{', '.join(data['versions'])}."
+            f"{', '.join(results.versions)}."
         )
     return lines
 
 
-def text(data: JsonObject) -> str:
+def text(results: Results) -> str:
     """Return the table and its notes as plain text."""
-    rows = table(data)
+    rows = table(results)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         for cells in rows
     ]
-    return "\n".join([*lines, "", *notes(data)]) + "\n"
+    return "\n".join([*lines, "", *notes(results)]) + "\n"
 
 
-def markdown(data: JsonObject) -> str:
+def markdown(results: Results) -> str:
     """Return the table and its notes as a Markdown page."""
-    head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table(data)]
-    lines = [f"# {data['model']}, by {data['by']}", ""]
+    head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table(results)]
+    lines = [f"# {results.sampled.model}, by {results.sampled.by}", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
-    options = {**data["sampling"], **data["budget"]}
+    options = {**results.sampled.sampling, **results.sampled.budget}
     settings = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-    return "\n".join([*lines, "", *notes(data), "", f"Sampled with {settings}.", ""])
+    return "\n".join([*lines, "", *notes(results), "", f"Sampled with {settings}.", ""])

@@ -28,7 +28,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
 from agentloop.evaluation.endpoint import EndpointSampler
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings
-from agentloop.evaluation.results import figures_of, markdown, results
+from agentloop.evaluation.results import Results, Sampled, figures_of, markdown, results
 from agentloop.events import (
     Event,
     RolloutAbandoned,
@@ -43,7 +43,6 @@ from agentloop.launch.settings import EnvironmentRunSettings
 from agentloop.launch.without_servers import open_endpoint
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import FOR_SERVICES, Progress
-from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
@@ -54,8 +53,6 @@ from agentloop.training.recovery.position import resume_command
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import RunStatus, count_of
-
-__all__ = ["EvaluateSettings", "check_settings", "chosen_tasks", "evaluate", "tasks_of"]
 
 _GENERATED = 64  # default number of tasks of a generator, which has no end
 _LINES = 20  # progress lines printed without a terminal
@@ -76,7 +73,7 @@ class EvaluateSettings(EnvironmentRunSettings):
 
 async def evaluate(
     settings: EvaluateSettings, progress: ProgressLine, *, resume: Path | None = None
-) -> tuple[Path, JsonObject]:
+) -> tuple[Path, Results]:
     """Run an evaluation, or continue the one at `resume`; return the run's folder and the results.
 
     The results are also written to the folder, as results.json and results.md.
@@ -102,7 +99,7 @@ async def _evaluate_in(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
     progress: ProgressLine,
-) -> dict[str, object]:
+) -> Results:
     """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
     dashboard = RunDashboard(
@@ -142,18 +139,19 @@ async def _evaluate_in(
     has_tools = not settings.endpoint.url and any(
         not environment.name for environment in environments
     )
-    description = {
-        "model": settings.endpoint.model or settings.model or "small",
-        "by": settings.endpoint.url or "agentloop",
-        "environments": [
+    sampled = Sampled(
+        model=settings.endpoint.model or settings.model or "small",
+        by=settings.endpoint.url or "agentloop",
+        environments=[
             environment.model_dump(mode="json") for environment in environments if environment.name
         ],
-        "tools": settings.tools if has_tools else [],
-        "sampling": settings.sampling.model_dump(mode="json"),
-        "budget": settings.budget.model_dump(mode="json"),
-    }
-    summary = results(evaluation.outcomes, settings.evaluate, description)
-    folder.write("results.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        tools=settings.tools if has_tools else [],
+        sampling=settings.sampling.model_dump(mode="json"),
+        budget=settings.budget.model_dump(mode="json"),
+    )
+    summary = results(evaluation.outcomes, settings.evaluate, sampled)
+    plain = json.dumps(summary.to_dict(), indent=2, ensure_ascii=False)
+    folder.write("results.json", f"{plain}\n")
     folder.write("results.md", markdown(summary))
     return summary
 
@@ -277,9 +275,8 @@ async def _open_groups(
             if any("reasoning_gym" in task.extra for task in tasks):  # scored in the sandbox
                 pool = await stack.enter_async_context(Pool(s.sandbox, on_progress=progress))
             grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
-            named = s.endpoint.model_copy(update={"model": endpoint.model})
             groups = GroupRunner(endpoint, grader, emit=dashboard.emit)
-            yield groups, s.model_copy(update={"endpoint": named})
+            yield groups, s.model_copy(update={"endpoint": endpoint.settings})
         return
     max_tokens = max(
         environment.budget_of(s.budget).max_response_tokens for environment in s.environments
@@ -346,8 +343,7 @@ class _ProgressReport:
         figures = figures_of(outcomes, self._settings)
         name = f"avg@{self._settings.num_samples}"
         if figures.avg_at_k is not None:
-            estimate = figures.avg_at_k
-            self._values[name] = f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+            self._values[name] = str(figures.avg_at_k)
         missing = sum(
             rollout.reward is None for outcome in outcomes for rollout in outcome.rollouts
         )

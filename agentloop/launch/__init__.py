@@ -1,1 +1,1 @@
-"""What all commands that start something share: settings, checks of the machine, and progress."""
+"""All commands that start something share these settings, checks of the machine, and progress."""

@@ -21,8 +21,6 @@ from agentloop.sandbox import SandboxUnavailable
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.image import has_image, image_tag
 
-__all__ = ["Check", "examine", "report", "require_servers"]
-
 _MIN_FREE_GB = 5
 _CONNECT_S = 5.0
 # What each optional part is for, by the extra that installs it, and its modules.

@@ -1,4 +1,4 @@
-"""How a command shows what it is doing: lines, or a panel on a terminal."""
+"""Show what a command is doing: in lines, or in a panel on a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from agentloop.training.run.status import RunStatus, clock
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ProgressLine"]
-
 
 class ProgressLine:
     """Progress lines on stderr; on a terminal with a spinner, a clock and a status panel.
 
     Use it as a context manager and call it with the current activity; `stop()` ends it early.
+
+    Attributes:
+        line: the current activity.
+        status: the status last shown, if any.
     """
 
     def __init__(self, title: str, *, after_s: float = 0.0) -> None:
@@ -31,8 +33,8 @@ class ProgressLine:
         from rich.console import Console
         from rich.live import Live
 
-        self._line = title
-        self._status: RunStatus | None = None
+        self.line = title
+        self.status: RunStatus | None = None
         self._begun = time.monotonic()
         self._after_s, self._over = after_s, threading.Event()
         self._console = Console(stderr=True)
@@ -47,16 +49,16 @@ class ProgressLine:
         elif self._after_s:
             threading.Thread(target=self._print_occasionally, daemon=True).start()
         else:
-            print(self._line, file=sys.stderr, flush=True)
+            print(self.line, file=sys.stderr, flush=True)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def __call__(self, line: str) -> None:
-        if self._plain and not self._after_s and line != self._line:
+        if self._plain and not self._after_s and line != self.line:
             print(line, file=sys.stderr, flush=True)
-        self._line = line
+        self.line = line
 
     def say(self, line: str) -> None:
         """Print a line that stays on the screen."""
@@ -67,17 +69,7 @@ class ProgressLine:
 
     def show(self, status: RunStatus) -> None:
         """Show this status in the panel until the next call. Has no effect without a terminal."""
-        self._status = status
-
-    @property
-    def line(self) -> str:
-        """The current activity."""
-        return self._line
-
-    @property
-    def status(self) -> RunStatus | None:
-        """The status last shown, if any."""
-        return self._status
+        self.status = status
 
     def refresh(self) -> None:
         """Redraw now instead of at the next tick."""
@@ -91,8 +83,8 @@ class ProgressLine:
     def _print_occasionally(self) -> None:
         printed, wait_s = "", self._after_s
         while not self._over.wait(wait_s):
-            if self._line != printed:
-                printed = self._line
+            if self.line != printed:
+                printed = self.line
                 print(printed, file=sys.stderr, flush=True)
             wait_s *= 2
 
@@ -105,10 +97,10 @@ class ProgressLine:
         if elapsed_s < self._after_s:
             return Text()
         elapsed = clock(elapsed_s)
-        if self._status is None:
-            return Spinner("dots", Text(f"{self._line}  {elapsed}"))
-        spinner = Spinner("dots", Text(f"{self._status.waits}  {elapsed}"))
-        return Group(_panel(self._status), spinner)
+        if self.status is None:
+            return Spinner("dots", Text(f"{self.line}  {elapsed}"))
+        spinner = Spinner("dots", Text(f"{self.status.waits}  {elapsed}"))
+        return Group(_panel(self.status), spinner)
 
 
 def _panel(status: RunStatus) -> RenderableType:

@@ -16,8 +16,6 @@ from agentloop.environments.tasks.task import Task
 from agentloop.runtime import Settings
 from agentloop.training.run.folder import RunSettings
 
-__all__ = ["PAGE", "AskSettings", "EnvironmentRunSettings"]
-
 PAGE = (
     "Serve a web page of the run at serve.host and serve.port, or at a free port if that one is "
     "taken."

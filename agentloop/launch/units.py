@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["amount", "number", "size"]
-
 
 def size(num_bytes: float) -> str:
     """Return a number of bytes with a binary unit, such as `1.5 GiB`."""

@@ -18,8 +18,6 @@ from agentloop.inference.openai_client import EndpointSettings, sampling_fields
 from agentloop.runtime import Settings
 from agentloop.sandbox import Pool
 
-__all__ = ["open_endpoint", "open_tools"]
-
 
 @asynccontextmanager
 async def open_tools(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["SMALL", "not_a_model"]
-
 SMALL: Path = Path(__file__).parent / "small"
 """The directory of the small model (its README.md is the model card)."""
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["DIFFERENCE", "apply_difference", "write_difference"]
-
 DIFFERENCE = ".difference"
 """Ending of the name of a difference, after that of its file."""
 

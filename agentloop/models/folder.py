@@ -16,8 +16,6 @@ from safetensors import SafetensorError, safe_open
 from agentloop.errors import ModelError
 from agentloop.plain_json import JsonObject
 
-__all__ = ["INDEX", "MANIFEST", "copy_others", "tensor_files", "true_config"]
-
 INDEX = "model.safetensors.index.json"
 MANIFEST = "published.json"
 _SINGLE = "model.safetensors"

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-import pydantic
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -22,7 +21,6 @@ from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.live import Live, Sources
-from agentloop.observe.page import Control, Page
 from agentloop.observe.stalls import Stalls
 
 
@@ -100,23 +98,6 @@ class Dashboard:
             async with asking(answer, self.emit) as ask:
                 yield ask
             tasks.cancel_scope.cancel()
-
-    def page(
-        self,
-        *,
-        ask: Ask | None,
-        control: Control | None,
-        control_token: pydantic.SecretStr | None,
-        io_timeout_s: float,
-    ) -> Page:
-        """Return the page; the arguments are those of `Page`."""
-        return Page(
-            self.live,
-            ask=ask,
-            control=control,
-            control_token=control_token.get_secret_value() if control_token else None,
-            io_timeout_s=io_timeout_s,
-        )
 
     async def serve_metrics(self, request: web.Request) -> web.Response:
         """Handle `GET /metrics`, in Prometheus's format."""

@@ -33,7 +33,7 @@ from agentloop.observe.frames import BoardFrame, GroupDetails, HistoryPoint
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
-from agentloop.plain_json import JsonObject, dumps, loads, number_of
+from agentloop.plain_json import dumps, loads, number_of
 from agentloop.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -198,16 +198,15 @@ class Live:
             if self._ended is not None and not self.num_readers:
                 self._all_left.set()
 
-    async def frame(self) -> JsonObject:
+    async def frame(self) -> BoardFrame:
         """Return the whole state in one frame."""
-        state: JsonObject = {"rollouts": [], "groups": [], "steps": []}
-        async for data in self._all(0, taken=False):  # no deadline: reads memory only
-            for name, value in loads(data).items():
-                if isinstance(value, list) and name in state:
-                    state[name] += value
-                elif name != "full" or value:
-                    state[name] = value
-        return state
+        # no deadline: reads memory only
+        parts: list[BoardFrame] = [loads(part) async for part in self._all(0, taken=False)]
+        return {
+            **parts[0],
+            "rollouts": [row for part in parts for row in part.get("rollouts", ())],
+            "steps": [row for part in parts for row in part.get("steps", ())],
+        }
 
     async def rollout(self, key: str) -> Mapping[str, object]:
         row = self.board.rows.get(key)

@@ -17,12 +17,14 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
+import pydantic
 from aiohttp import web
 
 from agentloop.errors import AgentLoopError, NotThere, RequestError
+from agentloop.observe.frames import BoardFrame
 from agentloop.observe.perfetto import trace_of
 from agentloop.plain_json import dumps
 from agentloop.serving.http import EventStream, read_body
@@ -54,7 +56,7 @@ class PageData(Protocol):
         """
         ...
 
-    async def frame(self) -> Mapping[str, Any]:
+    async def frame(self) -> BoardFrame:
         """Return the whole state."""
         ...
 
@@ -105,7 +107,7 @@ class Page:
         *,
         ask: Callable[[str], Awaitable[str]] | None = None,
         control: Control | None = None,
-        control_token: str | None = None,
+        control_token: pydantic.SecretStr | None = None,
         io_timeout_s: float = 60.0,
     ) -> None:
         """
@@ -117,7 +119,9 @@ class Page:
         self._data = data
         self._ask = ask
         self._control = control
-        self.control_token = control_token or secrets.token_urlsafe(9)
+        self.control_token = (
+            control_token.get_secret_value() if control_token else secrets.token_urlsafe(9)
+        )
         self._io_timeout_s = io_timeout_s
         self._streaming: set[asyncio.Transport] = set()
 

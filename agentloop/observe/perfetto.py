@@ -9,9 +9,10 @@ steps say how long they took, but not when.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
-from agentloop.observe.frames import RolloutSummary
+from agentloop.observe.frames import BoardFrame, RolloutSummary
+from agentloop.plain_json import number_of
 
 _WORDS = {
     "wait": "waiting for KV capacity",
@@ -41,14 +42,14 @@ class TraceFile(TypedDict):
     otherData: Mapping[str, object]
 
 
-def trace_of(frame: Mapping[str, Any]) -> TraceFile:
+def trace_of(frame: BoardFrame) -> TraceFile:
     """Return the trace of a whole frame (see `PageData.frame`).
 
     Groups are processes and rollouts are their threads. Times are microseconds since the time that
     the frame's rows are relative to. Of a rollout in flight, the last slice ends with the frame.
     """
     run = frame.get("about", {})
-    t0 = run.get("t0") or 0.0
+    t0 = number_of(run.get("t0")) or 0.0
     now_ms = round(1000 * (frame.get("t", t0) - t0))
     tasks = {group["id"]: group.get("task") for group in frame.get("groups", ())}
     processes: dict[str, int] = {}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from agentloop.errors import NotThere
 from agentloop.plain_json import loads, read_rows
@@ -32,6 +32,12 @@ class Origin(TypedDict):
     commands: list[dict[str, object]]
 
 
+class Curves(Origin):
+    """The metrics of a run, and what made it."""
+
+    rows: list[dict[str, object]]
+
+
 def runs_beside(folder: Path) -> list[RunEntry]:
     """Return the run in `folder` and its siblings, newest first."""
     runs: list[RunEntry] = []
@@ -55,15 +61,14 @@ def runs_beside(folder: Path) -> list[RunEntry]:
     return runs[:_MAX_RUNS] + [row for row in runs[_MAX_RUNS:] if row["current"]]
 
 
-def curves(folder: Path, run: str) -> dict[str, Any]:
+def curves(folder: Path, run: str) -> Curves:
     """Return the metrics of a run with this name beside `folder`, `rows`, and `origin_of` it.
 
     Raises:
         NotThere: There is no such run.
     """
-    if run not in {
-        row["name"] for row in runs_beside(folder)
-    }:  # untrusted input must not form a path
+    # Untrusted input must not form a path.
+    if run not in {row["name"] for row in runs_beside(folder)}:
         raise NotThere(f"run {run!r}: not found in {folder.parent}")
     path = folder.parent / run
     return {"rows": [*start_metrics(path), *read_metrics(path)], **origin_of(path)}

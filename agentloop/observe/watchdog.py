@@ -31,10 +31,8 @@ Clock = Callable[[], float]
 _STACK_DEPTH = 12  # innermost frames: the blocking code and its callers, without the loop's own
 
 
-class WatchdogSettings(pydantic.BaseModel):
+class WatchdogSettings(pydantic.BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Time limits for a blocked event loop and for a run without progress."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     no_progress_s: float = pydantic.Field(
         300.0,

@@ -1,4 +1,4 @@
-"""What is kept of a group while it is open, so that a kill costs at most the turns in flight.
+"""Keep the rollouts of a group while it is open, so that a kill costs at most the turns in flight.
 
     a turn has its results ──> the journal of its conversation ──┐
     a rollout is scored ───────────────────────────────────> keep ──> the run's journal (queue.py)
@@ -19,8 +19,6 @@ from agentloop.agent.turn_journal import TurnJournal
 from agentloop.plain_json import JsonObject
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import rollout_of
-
-__all__ = ["Keep", "OpenGroup", "OpenGroupRow", "OpenRollout"]
 
 _ENDED = -1  # in place of a turn's number: the record of a rollout
 _NOT_KEPT = (NoReward.INFRASTRUCTURE, NoReward.STOPPED, NoReward.CANCELLED)

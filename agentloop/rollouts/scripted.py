@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any
 
 from agentloop.agent.named_tools import resolved_tools
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool, ToolFunction, as_tool
 from agentloop.environments.environment import Environment
-from agentloop.environments.player import PlayerHost, ResolveTools, Script
+from agentloop.environments.player import DialogueRow, PlayerHost, ResolveTools, Script
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.task import Task, task_of
 from agentloop.errors import RequestError
@@ -45,7 +44,7 @@ class PlayedRollout:
     """
 
     reward: Reward
-    dialogues: list[dict[str, Any]]
+    dialogues: list[DialogueRow]
     record: RolloutRecord
 
 

@@ -38,6 +38,7 @@ from agentloop.observe.dashboard import Dashboard
 from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.exporters.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.live import Sources, served_here
+from agentloop.observe.page import Page
 from agentloop.observe.recorder import GroupFolder, Recorder
 from agentloop.observe.stalls import Wait
 from agentloop.observe.watchdog import FOR_SERVICES, Progress
@@ -191,7 +192,8 @@ class AgentService:
         )
         self._dashboard = Dashboard(sources, num_refused=lambda: self._num_refused)
         self.on_event = self._dashboard.emit  # also for rollouts that others start, to count them
-        self.page = self._dashboard.page(
+        self.page = Page(
+            self._dashboard.live,
             ask=self._ask,
             control=self,
             control_token=settings.serve.control_token,

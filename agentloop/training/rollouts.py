@@ -33,11 +33,11 @@ from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.trajectory import Trajectory
 
-__all__ = ["RolledOut", "Rollouts", "RollsOut", "TrainingGroup"]
-
 log = logging.getLogger(__name__)
 
-_NUM_TRIES = 5  # of a group that is lost to the infrastructure
+NUM_TRIES = 5
+"""How often a group is rolled out, if it is lost to the infrastructure each time."""
+
 _FIRST_PAUSE_S = 5.0  # before the second try; it doubles each time
 
 Teacher = Callable[[Trajectory], Awaitable[Sequence[float]]]
@@ -141,7 +141,7 @@ class Rollouts:
         teacher: Teacher | None = None,
         *,
         seed: int,
-        num_tries: int = _NUM_TRIES,
+        num_tries: int = NUM_TRIES,
         is_tainted: Callable[[Trajectory], bool] = lambda trajectory: False,
     ) -> None:
         """

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 
 from agentloop.errors import ServerError, ServerRefused, ServerUnavailable, SettingsError
 from agentloop.inference.sglang.control import ControlClient, http_session
@@ -25,8 +26,6 @@ from agentloop.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = ["TeacherClient", "open_teacher"]
 
 _MAX_CONCURRENT = 64  # requests; more would only wait in the server's queue
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0  # between tries
@@ -195,12 +194,7 @@ def _parse_logprobs(
             for index, (row, table) in enumerate(zip(kept[1:], tables, strict=True)):
                 if row:
                     by_id = {entry[1]: float(entry[0]) for entry in table}
-                    logprobs[index] -= _log_sum_exp([by_id[id] for id in row])
+                    logprobs[index] -= float(np.logaddexp.reduce([by_id[id] for id in row]))
     except (KeyError, IndexError, TypeError, ValueError):
         return None
     return logprobs if all(map(math.isfinite, logprobs)) else None
-
-
-def _log_sum_exp(values: Sequence[float]) -> float:
-    largest = max(values)
-    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))

@@ -20,7 +20,6 @@ from contextlib import (
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -43,7 +42,6 @@ from agentloop.launch.progress import ProgressLine
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
 from agentloop.observe.watchdog import WatchdogSettings, watching
-from agentloop.plain_json import JsonObject
 from agentloop.rollouts.player import player_of
 from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
@@ -54,7 +52,7 @@ from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.loop.queue import GroupQueue
+from agentloop.training.loop.queue import GroupQueue, TaskCursor
 from agentloop.training.loop.settings import LoopSettings, StageSettings
 from agentloop.training.loop.steps import Steps
 from agentloop.training.loop.training_loop import TrainingLoop
@@ -72,7 +70,7 @@ from agentloop.training.recovery.position import telling_how_to_continue
 from agentloop.training.recovery.respawn import tell_run
 from agentloop.training.recovery.resume import load_newest
 from agentloop.training.recovery.undo import finish_undo, undo
-from agentloop.training.rollouts import Rollouts
+from agentloop.training.rollouts import NUM_TRIES, Rollouts
 from agentloop.training.run.collapse import CollapseSettings
 from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import RunControl
@@ -84,8 +82,6 @@ from agentloop.training.sft.stage import FineTuning, check_teachers
 from agentloop.training.teacher_client import open_teacher
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
-
-__all__ = ["RolloutPlan", "RunPlan", "open_tasks", "remote_rollouts", "rollouts_of", "train"]
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +211,7 @@ async def train(
                 settings.credit.check_resumed(before.credit)
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
-            tasks = await in_command_thread(open_at, (await queue.cursor()).get("tasks"))
+            tasks = await in_command_thread(open_at, await queue.cursor())
             if from_step is not None:
                 await undo(folder, queue, from_step)
                 if (cursor := (await queue.cursor()).get("tasks")) is not None:
@@ -241,10 +237,11 @@ def _open_folder(
 def open_tasks(
     settings: TrainSettings,
     loaded: Sequence[Environment | None],
-    cursor: JsonObject | None = None,
+    cursor: TaskCursor | None = None,
 ) -> TaskSource:
-    """Open the tasks of a run. Raises DataError if there are none to train on."""
-    tasks = open_mixture(settings.environments, loaded, cursor)
+    """Open the tasks of a run, at a position. Raises DataError if there are none to train on."""
+    position = None if cursor is None else cursor.get("tasks")
+    tasks = open_mixture(settings.environments, loaded, position)
     if settings.loop.steps or settings.stages:
         tasks.check_training()
     return tasks
@@ -393,11 +390,12 @@ def _servers_in_words(runtime: Runtime) -> str:
 
 @asynccontextmanager
 async def rollouts_of(
-    plan: RolloutPlan, runtime: Runtime, emit: Emit, **options: Any
+    plan: RolloutPlan, runtime: Runtime, emit: Emit, *, num_tries: int = NUM_TRIES
 ) -> AsyncIterator[tuple[Rollouts, WaitForCapacity, Served]]:
     """Generate, score and select rollouts on a runtime, and serve new weights to its servers.
 
-    Takes the options of `Rollouts`, too.
+    Args:
+        num_tries: see `Rollouts`.
     """
     # On a node of a cluster, this imports them.
     loaded = await in_command_thread(
@@ -419,7 +417,7 @@ async def rollouts_of(
             teacher,
             seed=plan.seed,
             is_tainted=serving.is_tainted,
-            **options,
+            num_tries=num_tries,
         )
         yield rollouts, runtime.router.gate.wait_for_capacity, serving
 

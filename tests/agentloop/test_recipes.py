@@ -17,7 +17,7 @@ from agentloop.errors import DataError, SettingsError
 from agentloop.evaluation.wiring import EvaluateSettings
 from agentloop.training.plan.resources import Machine, Plan, plan
 from agentloop.training.plan.settings import TrainSettings
-from agentloop.training.sft import Dialogue, trajectories_of
+from agentloop.training.sft.fine_tuning import Dialogue, trajectories_of
 from agentloop.training.sft.run import SftSettings
 from tests.support import END, TEMPLATE, template, tokenizer
 

@@ -16,7 +16,7 @@ from agentloop.environments.examples.mend_code import make_task, mend, teacher
 from agentloop.environments.tasks.task import Task, task_of
 from agentloop.models import SMALL
 from agentloop.sandbox import Pool, PoolSettings
-from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
+from agentloop.training.sft.fine_tuning import DialoguesSettings, read_dialogues, trajectories_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

@@ -54,10 +54,8 @@ _CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 Line = dict[str, object]
 
 
-class EventLogSettings(pydantic.BaseModel):
+class EventLogSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """The event log of a run."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     max_mib: int = pydantic.Field(
         512,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -155,6 +154,14 @@ _SUMMED = (
     ("learner/skipped", "skipped_updates", "Updates skipped because gradients were not finite."),
     ("step_s", "step_seconds", "Duration of training steps, including all waits."),
 )
+# Key in `Pool.stats`, metric, help.
+_SANDBOX_GAUGES = (
+    ("workers", "sandbox_workers", "Sandbox workers that accept calls."),
+    ("slots", "sandbox_slots", "Maximum number of concurrent sandbox calls."),
+    ("busy", "sandbox_busy_slots", "Running sandbox calls."),
+    ("waiting", "sandbox_waiting_calls", "Sandbox calls that wait for a slot."),
+    ("sessions", "sandbox_sessions", "Open notebook sessions in the sandbox."),
+)
 _PHASES = {"wait_s": "wait", "learn_s": "learn", "sync_s": "sync"}
 
 
@@ -166,7 +173,7 @@ class Metrics(Collector):
         servers: Callable[[], Sequence[ServerView]],
         num_waiting: Callable[[], int],
         *,
-        sandbox: Callable[[], Mapping[str, Any]] = dict,
+        sandbox: Callable[[], Mapping[str, object]] = dict,
         no_progress_s: Callable[[], float] = lambda: 0.0,
         queue: Callable[[], tuple[int, int]] | None = None,
         num_refused: Callable[[], int] | None = None,
@@ -486,20 +493,21 @@ def _amount(value: object) -> float:
     return number if number is not None and math.isfinite(number) and number > 0 else 0.0
 
 
-def _of_sandbox(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    yield _gauge("sandbox_workers", "Sandbox workers that accept calls.", stats["workers"])
-    yield _gauge("sandbox_slots", "Maximum number of concurrent sandbox calls.", stats["slots"])
-    yield _gauge("sandbox_busy_slots", "Running sandbox calls.", stats["busy"])
-    yield _gauge("sandbox_waiting_calls", "Sandbox calls that wait for a slot.", stats["waiting"])
-    yield _gauge("sandbox_sessions", "Open notebook sessions in the sandbox.", stats["sessions"])
+def _of_sandbox(stats: Mapping[str, object]) -> Iterator[Metric]:
+    for key, name, text in _SANDBOX_GAUGES:
+        yield _gauge(name, text, number_of(stats[key]) or 0)
     text = "Sandbox workers that ended without having been retired."
-    yield CounterMetricFamily("agentloop_sandbox_lost_workers", text, value=stats["lost"])
+    yield CounterMetricFamily(
+        "agentloop_sandbox_lost_workers", text, value=number_of(stats["lost"])
+    )
     calls = CounterMetricFamily(
         "agentloop_sandbox_calls",
         "Sandbox calls that ended, including those of rewards.",
         labels=["status"],
     )
-    for status, count in stats["calls"].items():
+    by_status = stats["calls"]
+    assert isinstance(by_status, Mapping)
+    for status, count in by_status.items():
         calls.add_metric([status], count)
     yield calls
 

@@ -95,10 +95,8 @@ class Attribute(StrEnum):
     QUEUED_S = "agentloop.tool.queued_s"
 
 
-class OtelSettings(pydantic.BaseModel):
+class OtelSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Export of traces to an OpenTelemetry collector."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     endpoint: str = pydantic.Field(
         "",

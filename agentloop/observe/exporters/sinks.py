@@ -27,6 +27,7 @@ from agentloop.distribution import require
 from agentloop.errors import message_of
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
+from agentloop.plain_json import number_of
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,8 @@ _SECRET = re.compile(
 _MASK = "***"
 
 
-class SinksSettings(pydantic.BaseModel):
+class SinksSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Additional destinations for a run's metrics."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     report_to: tuple[SinkName, ...] = pydantic.Field(
         (),
@@ -223,10 +222,9 @@ def _numbers(row: Mapping[str, object]) -> tuple[int, dict[str, float]]:
     step = row.get("step")
     values = {
         name: value
-        for name, value in row.items()
+        for name, any_value in row.items()
         if name != "step"
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
+        and (value := number_of(any_value)) is not None
         and abs(value) < math.inf  # also excludes NaN
     }
     return step if isinstance(step, int) else 0, values

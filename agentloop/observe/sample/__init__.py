@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["SAMPLE"]
-
 SAMPLE: Path = Path(__file__).parent
 """The folder of the run."""

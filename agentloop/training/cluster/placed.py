@@ -52,8 +52,6 @@ from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.launch import Start, free_port
 
-__all__ = ["Moved", "PlacedRun", "PlacedServer", "rank_launch", "sandbox_launch", "server_launch"]
-
 _POLL_S = 1.0
 _SANDBOX_STOP_S = 15.0
 

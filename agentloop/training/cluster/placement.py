@@ -23,18 +23,6 @@ from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.learner_client.launch import RanksSettings
 
-__all__ = [
-    "ClusterNode",
-    "Placement",
-    "PlacementError",
-    "ProcessKind",
-    "RunProcess",
-    "learner_processes",
-    "place",
-    "processes_of",
-    "shares",
-]
-
 _GIB = 1 << 30
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.abc
@@ -40,18 +40,6 @@ from agentloop.training.cluster.settings import ClusterSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-__all__ = [
-    "ActorLost",
-    "MakeLaunch",
-    "ProcessHost",
-    "RayCluster",
-    "RemoteActor",
-    "RemoteProcess",
-    "Spot",
-    "gpu_ids",
-    "require_ray",
-]
 
 T = TypeVar("T")
 
@@ -125,7 +113,7 @@ class RayCluster:
         draining: names of the other nodes that are about to be taken away, as `usable` last saw it.
     """
 
-    def __init__(self, settings: ClusterSettings, ray: Any) -> None:
+    def __init__(self, settings: ClusterSettings, ray: ModuleType) -> None:
         self._settings = settings
         self._ray = ray
         self._ids: dict[str, str] = {}  # Ray's ids of the nodes, by name
@@ -331,22 +319,23 @@ class RayCluster:
 class RemoteActor:
     """An actor on a node of the cluster."""
 
-    def __init__(self, ray: Any, actor: ActorHandle) -> None:
+    def __init__(self, ray: ModuleType, actor: ActorHandle) -> None:
         self._ray = ray
         self._actor = actor
 
-    async def call(self, method: str, *arguments: object) -> Any:
+    async def call(self, method: str, *arguments: object) -> object:
         """Call a method and return its result.
 
         Raises:
             ActorLost: the actor or its node is lost.
         """
         try:
-            return await getattr(self._actor, method).remote(*arguments)
+            result: object = await getattr(self._actor, method).remote(*arguments)
         except self._ray.exceptions.RayTaskError:  # an error of the method
             raise
         except self._ray.exceptions.RayError as error:
             raise ActorLost(str(error).strip().partition("\n")[0]) from error
+        return result
 
     def kill(self) -> None:
         """End the actor at once."""
@@ -359,7 +348,7 @@ class RemoteProcess(anyio.abc.Process):
     Closing its stdin ends it. Its one line on stdout is its process id on its node.
     """
 
-    def __init__(self, ray: Any, host: ActorHandle, pid: str) -> None:
+    def __init__(self, ray: ModuleType, host: ActorHandle, pid: str) -> None:
         self._ray = ray
         self._host = host
         self._pid = pid

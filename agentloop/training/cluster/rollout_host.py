@@ -32,16 +32,6 @@ from agentloop.training.weight_sync.local_copy import LocalCopy
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
-__all__ = [
-    "GroupResult",
-    "OpenRollouts",
-    "OpenedRollouts",
-    "RolloutActor",
-    "RolloutHost",
-    "RolloutWorker",
-    "RuntimeSync",
-]
-
 T = TypeVar("T")
 
 _POLL_S = 0.1
@@ -208,7 +198,9 @@ class RolloutWorker:
         scope = self._open[request.name] = anyio.CancelScope()
         try:
             with scope:
-                return await self._roll_out(request)
+                rolled = await self._rollouts.run(request)
+                lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
+                return GroupResult(lines, rolled.figures, rolled.versions)
         except AgentLoopError as error:
             kind = "ServerError" if isinstance(error, ServerError) else type(error).__name__
             return GroupResult(error=kind, message=str(error))
@@ -222,11 +214,6 @@ class RolloutWorker:
         """Stop a group that the trainer no longer needs."""
         if name in self._open:
             self._open[name].cancel()
-
-    async def _roll_out(self, request: GroupRequest) -> GroupResult:
-        rolled = await self._rollouts.run(request)
-        lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
-        return GroupResult(lines, rolled.figures, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 

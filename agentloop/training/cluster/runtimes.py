@@ -15,12 +15,11 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -41,8 +40,7 @@ from agentloop.training.rollouts import RolledOut
 from agentloop.training.run.status import count_of
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
-
-__all__ = ["Actor", "RemoteRuntimes", "StartActor"]
+from agentloop.training.weight_sync.verify import most_common
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ _CLOSE_S = 60.0
 class Actor(Protocol):
     """An actor with a runtime: `ray_cluster.RemoteActor` of a `RolloutActor`."""
 
-    async def call(self, method: str, *arguments: object) -> Any:
+    async def call(self, method: str, *arguments: object) -> object:
         """Call a method. Raises ActorLost."""
         ...
 
@@ -90,7 +88,7 @@ class _Member:
     is_leaving: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
-    async def do(self, method: str, *arguments: object) -> Any:
+    async def do(self, method: str, *arguments: object) -> object:
         return await self.actor.call("do", method, *arguments)
 
 
@@ -295,7 +293,7 @@ class RemoteRuntimes:
         member.num_open += 1
         try:
             # no deadline: each rollout has one
-            result: GroupResult = await member.do("run", request)
+            result = await member.do("run", request)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_DROP_S, shield=True), suppress(ActorLost):
                 await member.do("drop", request.name)
@@ -303,6 +301,7 @@ class RemoteRuntimes:
         finally:
             member.num_open -= 1
             self._changed.notify()
+        assert isinstance(result, GroupResult)
         return result
 
     async def _unpack(self, member: _Member, result: GroupResult) -> RolledOut:
@@ -378,7 +377,7 @@ class RemoteRuntimes:
                 return
             try:
                 with anyio.fail_after(self._sync_s()):
-                    done.append(await member.do("sync_stale", timeout_s))
+                    done.append(bool(await member.do("sync_stale", timeout_s)))
             except ActorLost:  # it is restarted
                 done.append(True)
             except TimeoutError:
@@ -391,12 +390,14 @@ class RemoteRuntimes:
 
     async def _load(self, member: _Member, published: PublishedWeights) -> None:
         """Load weights into the servers of a runtime."""
-        number, synced = self._number, RuntimeSync(error="it did not answer in time")
+        number = self._number
+        synced: object = RuntimeSync(error="it did not answer in time")
         with anyio.move_on_after(self._sync_s()):
             try:
                 synced = await member.do("sync", published, self._timeout_s)
             except ActorLost as error:
                 synced = RuntimeSync(error=str(error))
+        assert isinstance(synced, RuntimeSync)
         member.number, member.synced, member.is_right = number, synced, False
 
     def _judge(self, members: Sequence[_Member]) -> None:
@@ -409,8 +410,13 @@ class RemoteRuntimes:
             member: member.synced.checksum for member in members if not member.synced.error
         }
         if self._checksum is None:
-            reasons = {member.name: member.synced.error for member in members}
-            self._checksum = _most_common(list(checksums.values()), self._version, reasons)
+            self._checksum = most_common(checksums.values())
+        if self._checksum is None:
+            reasons = {
+                member.name: member.synced.error or member.synced.checksum for member in members
+            }
+            problem = "the runtimes disagree about" if checksums else "no runtime could load"
+            raise ServerError(f"{problem} version {self._version} of the weights: {reasons}")
         for member, checksum in checksums.items():
             if checksum == self._checksum:
                 member.is_right = True
@@ -425,17 +431,3 @@ class RemoteRuntimes:
     def _sync_s(self) -> float:
         """Return how long a runtime may take for a weight sync: it may first wait for servers."""
         return 2 * self._timeout_s + _ANSWER_S
-
-
-def _most_common(checksums: Sequence[str], version: str, reasons: Mapping[str, str]) -> str:
-    """Return the checksum that most runtimes have.
-
-    Raises:
-        ServerError: there is none, or a tie, so that the right weights are unknown.
-    """
-    (first, num_first), *runners_up = Counter(checksums).most_common(2) or [("", 0)]
-    if not num_first:
-        raise ServerError(f"no runtime could load version {version}: {dict(reasons)}")
-    if runners_up and runners_up[0][1] == num_first:
-        raise ServerError(f"the runtimes disagree about the weights {version}: {list(checksums)}")
-    return first

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pydantic
 
-__all__ = ["ClusterSettings"]
-
 
 class ClusterSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of a run whose processes are placed on the nodes of a Ray cluster.

@@ -21,8 +21,6 @@ from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
 from agentloop.trajectory import Trajectory
 
-__all__ = ["RULE", "DistillArguments"]
-
 
 class DistillArguments(CreditArguments):
     """Arguments of on-policy distillation.

@@ -1,4 +1,7 @@
-"""GRPO: every token of a rollout gets the rollout's advantage within its group. Pure."""
+"""GRPO: every token of a rollout gets the rollout's advantage within its group. Pure.
+
+GSPO and CISPO have the same advantages, and other objectives of the learner.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from collections.abc import Sequence
 from random import Random
 
 from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
-
-__all__ = ["RULE", "are_equal", "group_advantages", "rollout_advantages"]
 
 _EPSILON = 1e-6
 _ROUNDING = 5e-7  # relative to the largest reward, or to 1: that of a few sums in float32
@@ -43,7 +44,7 @@ def group_advantages(rewards: Sequence[float], shuffler: Random | None = None) -
     return advantages
 
 
-def rollout_advantages(
+def _rollout_advantages(
     group: Sequence[RewardedRollout], arguments: CreditArguments, shuffler: Random | None
 ) -> Advantages:
     """Return the advantage of each rollout for each of its sampled tokens."""
@@ -54,4 +55,8 @@ def rollout_advantages(
     ]
 
 
-RULE = CreditRule(rollout_advantages)
+GRPO = CreditRule(_rollout_advantages)
+GSPO = CreditRule(_rollout_advantages, aggregate="sequence", objective="gspo")
+"""One policy ratio for a whole sequence (arXiv 2507.18071); its tokens need one advantage."""
+CISPO = CreditRule(_rollout_advantages, objective="cispo")
+"""Clipped, detached importance weights (arXiv 2506.13585)."""

@@ -33,8 +33,6 @@ from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
 from agentloop.trajectory import Trajectory, TurnEnd
 
-__all__ = ["RULE", "PerTurnArguments", "counterparts", "returns_to_go", "turn_advantages"]
-
 
 class PerTurnArguments(CreditArguments):
     """Arguments of per-turn credit.

@@ -38,7 +38,6 @@ the smallest penalties and the first negatives are kept. p_format is also 1 if t
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,18 +51,6 @@ from agentloop.environments.rewards.answers import tagged_answers
 from agentloop.training.credit.grpo import are_equal
 from agentloop.trajectory import ToolCallStatus, Trajectory
 
-__all__ = [
-    "MIN_PENALTY",
-    "DropReason",
-    "Rejected",
-    "RocSettings",
-    "Selection",
-    "Trace",
-    "penalty",
-    "quotas",
-    "resample",
-]
-
 _TAG = re.compile("</?answer>")
 
 MIN_PENALTY = 0.01
@@ -76,10 +63,8 @@ but not certain.
 """
 
 
-class RocSettings(pydantic.BaseModel):
+class RocSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of Resample-on-Correct, named as in the paper's published code."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     form: Literal["paper", "released"] = pydantic.Field(
         "paper",
@@ -142,14 +127,6 @@ class Trace:
     num_answers: int
     num_turns: int
     num_pairs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"reward: expected a finite number or None, got {self.reward}")
-        if not 0 <= self.num_failed_calls <= self.num_calls:
-            raise ValueError(f"{self.num_failed_calls} of {self.num_calls} calls failed")
-        if self.num_answers < 0 or self.num_turns < 0 or (self.num_pairs or 0) < 0:
-            raise ValueError(f"{self.num_answers} answers in {self.num_turns} turns")
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], reward: float | None) -> Self:
@@ -245,16 +222,11 @@ def penalty(trace: Trace, settings: RocSettings) -> float:
 
 
 def quotas(num_positives: int, num_negatives: int, settings: RocSettings) -> tuple[int, int]:
-    """Return how many positives and negatives to keep; the two always sum to n.
+    """Return how many positives and negatives to keep of n traces or more; the two sum to n.
 
     A minimum raises the share of its side, up to the number of its traces.
-
-    Raises:
-        ValueError: There are fewer than n traces.
     """
     n, total = settings.down_sample_to_n, num_positives + num_negatives
-    if not 0 < n <= total:
-        raise ValueError(f"cannot keep {n} of {total} traces")
     least_positives = min(settings.min_non_zero_reward_trace_num, num_positives)
     least_negatives = min(settings.min_zero_reward_trace_num, num_negatives)
     if settings.form == "paper":

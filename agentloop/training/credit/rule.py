@@ -17,15 +17,6 @@ import pydantic
 from agentloop.training.learner_client.settings import Objective
 from agentloop.trajectory import Trajectory
 
-__all__ = [
-    "Advantages",
-    "Aggregate",
-    "CreditArguments",
-    "CreditRule",
-    "RewardedRollout",
-    "token_weights",
-]
-
 Aggregate: TypeAlias = Literal["group", "batch", "sequence"]
 Advantages: TypeAlias = list[list[list[float]]]
 """One number for each sampled token, by rollout and trajectory."""
@@ -49,7 +40,7 @@ class RewardedRollout:
     names: Sequence[str] = ()
 
 
-class CreditArguments(pydantic.BaseModel):
+class CreditArguments(pydantic.BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Arguments that every rule takes.
 
     Attributes:
@@ -58,8 +49,6 @@ class CreditArguments(pydantic.BaseModel):
         shuffle_rewards: a control experiment in which nothing should be learned: rollouts, turns
             and tokens are trained with the rewards of others of their group, in random order.
     """
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     aggregate: Aggregate | None = None
     shuffle_rewards: bool = False

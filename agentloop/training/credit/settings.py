@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import pydantic
 
 from agentloop.errors import SettingsError
 from agentloop.rollouts.record import TokenCredit
-from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
+from agentloop.training.credit import distill, grpo, per_turn
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.rule import (
     Aggregate,
@@ -20,23 +20,19 @@ from agentloop.training.credit.rule import (
     token_weights,
 )
 
-__all__ = ["RULES", "CreditSettings", "assign"]
-
 RULES: Mapping[str, CreditRule] = {
-    "grpo": grpo.RULE,
-    "gspo": gspo.RULE,
-    "cispo": cispo.RULE,
+    "grpo": grpo.GRPO,
+    "gspo": grpo.GSPO,
+    "cispo": grpo.CISPO,
     "per_turn": per_turn.RULE,
     "distill": distill.RULE,
 }
 
 
-class CreditSettings(pydantic.BaseModel):
+class CreditSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of credit assignment. `credit = "gspo"` is short for `credit.name`."""
 
     SHORT_FORM: ClassVar = "name"
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     name: Literal["grpo", "gspo", "cispo", "per_turn", "distill"] = pydantic.Field(
         "grpo",
@@ -46,7 +42,7 @@ class CreditSettings(pydantic.BaseModel):
         "rewards that the environment gives to turns and tokens; distill: on-policy distillation, "
         "each token by the log-probability that a teacher gives it.",
     )
-    args: dict[str, Any] = pydantic.Field(
+    args: dict[str, object] = pydantic.Field(
         default_factory=dict,
         validate_default=True,
         description="Arguments of the rule, by name. All take aggregate, the unit over which token "

@@ -13,8 +13,6 @@ from agentloop.errors import RunFolderError
 from agentloop.token_records import KeptIds, RoutedExperts
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Sample", "write_batch"]
-
 _DTYPES = {"int32": "I32", "uint8": "U8", "float32": "F32"}
 
 

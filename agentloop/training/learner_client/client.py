@@ -49,27 +49,8 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.run.folder import writing
 from agentloop.training.run.status import count_of
 
-__all__ = [
-    "KeptLearner",
-    "Learner",
-    "LearnerEnded",
-    "LearnerError",
-    "LearnerLost",
-    "LearnerProcesses",
-    "LearnerRefused",
-    "RanksSettings",
-    "RestartableLearner",
-    "Spawn",
-    "learner_command",
-    "start_learner",
-]
-
-_COMMAND = (
-    sys.executable,
-    "-P",
-    "-m",
-    "agentloop.learner",
-)  # -P: ignore a learner.py in the working directory
+# -P: ignore a learner.py in the working directory
+_COMMAND = (sys.executable, "-P", "-m", "agentloop.learner")
 _MAX_ANSWER_BYTES = 1 << 24  # large enough for the checksums of all tensors
 _MAX_TAIL_BYTES = 1 << 16
 _NUM_TAIL_LINES = 80
@@ -228,15 +209,12 @@ class LearnerProcesses:
     def __init__(self, spawn: Spawn = spawn_here) -> None:
         self._spawn = spawn
         self._processes: list[anyio.abc.Process] = []
-        self._names: list[str] = []
-        self._log_paths: list[Path] = []
+        self._started: list[tuple[str, Path]] = []  # their names and logs
 
     async def start(self, start: Start, log_path: Path) -> None:
         """Start a process."""
-        process = await self._spawn(start, log_path)
-        self._processes.append(process)
-        self._names.append(start.name)
-        self._log_paths.append(log_path)
+        self._processes.append(await self._spawn(start, log_path))
+        self._started.append((start.name, log_path))
 
     async def wait_dead(self) -> str:
         """Wait until a rank has ended; return a description of how, with its log.
@@ -246,9 +224,7 @@ class LearnerProcesses:
         async with anyio.create_task_group() as tasks:
 
             async def wait(process: anyio.abc.Process) -> None:
-                await (
-                    process.wait()
-                )  # no deadline: waits for its end, which sets one for the others
+                await process.wait()  # no deadline: its end sets one for the others
                 scope = tasks.cancel_scope
                 scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_S)
 
@@ -290,7 +266,7 @@ class LearnerProcesses:
 
     def where(self) -> str:
         """Return a phrase that names the folder of the logs."""
-        return f"logs in {self._log_paths[0].parent}"
+        return f"logs in {self._started[0][1].parent}"
 
     async def stop(self) -> None:
         """End all processes: closing a guardian's stdin ends its process. Shielded from
@@ -313,14 +289,13 @@ class LearnerProcesses:
         If none has ended, describe rank 0.
         """
         ended = [i for i, process in enumerate(self._processes) if process.returncode is not None]
-        index = min(ended or [0], key=lambda index: _last_written(self._log_paths[index]))
-        status, log_path = self._processes[index].returncode, self._log_paths[index]
+        index = min(ended or [0], key=lambda index: _last_written(self._started[index][1]))
+        status, (name, log_path) = self._processes[index].returncode, self._started[index]
         try:
             tail = _end_of(log_path).decode("utf-8", "replace").splitlines()[-_NUM_TAIL_LINES:]
         except OSError as error:
             tail = [f"(its log cannot be read: {error})"]
         lines = "\n".join(f"  {line[:300]}" for line in tail)
-        name = self._names[index]
         description = (
             f"{name} ended with exit status {status}." if ended else f"{name} is still running."
         )

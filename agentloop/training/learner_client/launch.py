@@ -18,17 +18,13 @@ import pydantic
 
 from agentloop.errors import SettingsError
 
-__all__ = ["RanksSettings", "Start", "free_port", "starts"]
-
 # Below Linux's ephemeral ports, so that no outgoing connection takes the port before rank 0 does.
 _PORTS = range(20_000, 32_768)
 _SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 
 
-class RanksSettings(pydantic.BaseModel):
+class RanksSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the learner's processes."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nproc_per_node: int = pydantic.Field(
         1, ge=1, description="Ranks (processes) per machine; on GPUs, one per GPU."

@@ -21,40 +21,6 @@ from pydantic import Field
 from agentloop.errors import AgentLoopError
 from agentloop.training.weight_sync.layout import Layout
 
-__all__ = [
-    "CloseRequest",
-    "Failure",
-    "JoinRequest",
-    "LayoutReply",
-    "LayoutRequest",
-    "LeaveRequest",
-    "LoadReply",
-    "LoadRequest",
-    "MessageError",
-    "OpenReply",
-    "OpenRequest",
-    "PublishReply",
-    "PublishRequest",
-    "ReadyReply",
-    "Reply",
-    "Request",
-    "ResetOptimizerRequest",
-    "SaveReply",
-    "SaveRequest",
-    "SavedReply",
-    "SavedRequest",
-    "ScoreReply",
-    "ScoreRequest",
-    "SendReply",
-    "SendRequest",
-    "StepReply",
-    "StepRequest",
-    "TrainingState",
-    "decode_reply",
-    "decode_request",
-    "encode",
-]
-
 
 class MessageError(AgentLoopError):
     """A line is not a valid message; the error names the operation or the field."""

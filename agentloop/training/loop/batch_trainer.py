@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import anyio
 
 from agentloop.agent.rollout import Budget
-from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import mean, percent, rewards_of_each
 from agentloop.training.loop.held_out import Evaluated, HeldOutEval
 from agentloop.training.loop.queue import Lease, StepNotes
@@ -30,8 +30,6 @@ from agentloop.training.run.context import RunContext
 from agentloop.training.run.learning import PATIENCE, headline
 from agentloop.training.run.step_metrics import Learned, StepMetrics
 from agentloop.training.weight_sync.loop import WeightSyncLoop
-
-__all__ = ["BatchTrainer"]
 
 
 class BatchTrainer:
@@ -57,7 +55,7 @@ class BatchTrainer:
         self._held_out = held_out
         self._collapse_settings = collapse
         self._collapse = Collapse(collapse)
-        self._last_rows: deque[JsonObject] = deque(maxlen=PATIENCE)
+        self._last_rows: deque[Mapping[str, object]] = deque(maxlen=PATIENCE)
         self._is_stuck = False
         self._waits_for_weights = waits_for_weights
         self._waited_s = 0.0  # for the batch

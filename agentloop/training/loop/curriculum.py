@@ -31,18 +31,6 @@ from random import Random
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.credit.grpo import are_equal
 
-__all__ = [
-    "BY_SOLVE_RATE",
-    "EVERY_TASK",
-    "FILTER_ROLLOUTS",
-    "LEAST",
-    "MEMORY",
-    "NOT_SOLVED",
-    "Curriculum",
-    "DrawPolicy",
-    "GroupOutcome",
-]
-
 LEAST = 1 / 8
 """Least probability of a task that is not retired: it is tried in one of eight epochs."""
 

@@ -26,8 +26,6 @@ from agentloop.training.run.control import RunControl
 from agentloop.training.run.status import count_of
 from agentloop.trajectory import rollout_of
 
-__all__ = ["GroupBuffer", "Interrupted"]
-
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:

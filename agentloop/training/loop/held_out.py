@@ -29,8 +29,6 @@ from agentloop.training.rollouts import RolledOut
 from agentloop.training.run.context import RunContext
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Evaluated", "HeldOutEval", "roll_out_all"]
-
 
 async def roll_out_all(
     run: RunContext,

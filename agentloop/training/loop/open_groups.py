@@ -1,20 +1,18 @@
-"""What open groups have rolled out so far, in the run's journal (rollouts/open_group.py)."""
+"""Keep in the run's journal what open groups have rolled out so far (rollouts/open_group.py)."""
 
 from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, TypeVar
 
 import anyio
 
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.open_group import OpenGroupRow
-
-__all__ = ["SCHEMA", "OpenGroups", "drop"]
 
 # Journals of the same format that were written earlier lack the table.
 SCHEMA = """
@@ -29,6 +27,8 @@ DELETE FROM kept WHERE number NOT IN (SELECT number FROM groups WHERE state = 'o
 """
 _LEVEL = 1  # of compression: the fastest
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -40,12 +40,16 @@ class _Batch:
     error: RunFolderError | None = None
 
 
+class Transact(Protocol):
+    """Runs work in a transaction of the journal."""
+
+    async def __call__(self, work: Callable[[sqlite3.Connection], T]) -> T: ...
+
+
 class OpenGroups:
     """Rows of open groups, which are dropped when their groups end."""
 
-    def __init__(
-        self, transact: Callable[[Callable[[sqlite3.Connection], Any]], Awaitable[Any]]
-    ) -> None:
+    def __init__(self, transact: Transact) -> None:
         self._transact = transact
         self._batch = _Batch()
 
@@ -90,17 +94,13 @@ class OpenGroups:
             rows = db.execute(query, (number,)).fetchall()
             return [(key, turn, loads(zlib.decompress(value))) for key, turn, value in rows]
 
-        rows: list[OpenGroupRow] = await self._transact(work)
-        return rows
+        return await self._transact(work)
 
     async def conversations(self) -> list[tuple[int, str, bool]]:
         """Return the group and the id of each conversation of which something was kept, and
         whether it is a rollout that has ended."""
         query = "SELECT number, conversation, min(turn) < 0 FROM kept GROUP BY 1, 2"
-        rows: list[tuple[int, str, bool]] = await self._transact(
-            lambda db: db.execute(query).fetchall()
-        )
-        return rows
+        return await self._transact(lambda db: db.execute(query).fetchall())
 
 
 def drop(db: sqlite3.Connection, number: object) -> None:

@@ -38,8 +38,6 @@ from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.loop.curriculum import GroupOutcome
 from agentloop.training.loop.open_groups import SCHEMA, OpenGroups, drop
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
-
 _FORMAT = 3
 _SCHEMA = f"""
 CREATE TABLE groups (
@@ -184,7 +182,7 @@ class GroupQueue:
         self._path = path
         self._lock = anyio.Lock()
         self._num_bytes = 0
-        self.rolled_out = OpenGroups(lambda work: self._transaction(work))
+        self.rolled_out = OpenGroups(self._transaction)
 
     @classmethod
     @asynccontextmanager
@@ -396,7 +394,9 @@ class GroupQueue:
             digests = "key LIKE 'weights %' AND CAST(substr(key, 9) AS INTEGER) > ?"
             db.execute(f"DELETE FROM notes WHERE {digests}", (step,))
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
-            for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
+            # By their numbers: `stage 10` comes after `stage 9`.
+            by_number = sorted(stages, key=lambda row: int(row[0].split()[1]), reverse=True)
+            for key, value in by_number:
                 stage = StageNote.from_dict(loads(value))
                 if stage.step > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
@@ -559,11 +559,6 @@ def _add_outcomes(
     ]
     columns = "step, key, num_solved, num_rollouts, is_equal"
     db.executemany(f"INSERT INTO outcomes ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
-
-
-def _stage_number(stage: str) -> int:
-    """Return the stage number in the name of its note, such as 10 for `stage 10`."""
-    return int(stage.split()[1])
 
 
 def _json(value: object) -> str:

@@ -6,13 +6,9 @@ import pydantic
 
 from agentloop.agent.rollout import Budget
 
-__all__ = ["LoopSettings", "StageSettings"]
 
-
-class LoopSettings(pydantic.BaseModel):
+class LoopSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the training loop."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     steps: int = pydantic.Field(
         10, ge=0, description="Number of training steps of a run without stages. 0: only evaluate."
@@ -80,10 +76,8 @@ class LoopSettings(pydantic.BaseModel):
     )
 
 
-class StageSettings(pydantic.BaseModel):
+class StageSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of one stage of a run, which override those of the run."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     steps: int = pydantic.Field(ge=1, description="Number of training steps of this stage.")
     max_turns: int | None = pydantic.Field(

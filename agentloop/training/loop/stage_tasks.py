@@ -11,8 +11,6 @@ from agentloop.environments.tasks.task import problem_of
 from agentloop.training.loop.curriculum import Curriculum, GroupOutcome
 from agentloop.training.loop.queue import TaskCursor
 
-__all__ = ["StageTasks"]
-
 
 class StageTasks(Iterator[Task]):
     """Draws the tasks of a stage: the next ones of the run's source, or its own, in epochs.

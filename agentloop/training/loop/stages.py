@@ -36,8 +36,6 @@ from agentloop.training.run.context import RunContext
 from agentloop.training.run.control import Drained
 from agentloop.training.run.status import count_of
 
-__all__ = ["StageRunner"]
-
 _MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced groups in a row
 
 

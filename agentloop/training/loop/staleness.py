@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Slots"]
-
 
 class Slots:
     """The slots of groups, which are identified by number, in the order of admission.
@@ -131,14 +129,11 @@ class Slots:
         self.live = version
 
     def _next_batch(self) -> list[int] | None:
-        ready = sorted(self._finished, key=self._age_order)
+        ready = sorted(self._finished, key=lambda number: (self._admitted[number], number))
         batch = ready[: self._batch_size]
         waiting = [self._admitted[number] for number in self._admitted.keys() - batch]
         is_complete = len(batch) == self._batch_size
         return batch if is_complete and self._in_time(waiting, self.next_batch + 1) else None
-
-    def _age_order(self, number: int) -> tuple[int, int]:
-        return self._admitted[number], number
 
     def _in_time(self, versions: Iterable[int], first: int) -> bool:
         """Return whether batches from `first` on can take each group before it is too stale.

@@ -35,8 +35,6 @@ from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 
-__all__ = ["Steps", "leased_conversations"]
-
 
 class Steps(ResumableTraining):
     """The training steps of a run; their samples are those of leased groups."""

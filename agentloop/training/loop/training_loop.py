@@ -46,8 +46,6 @@ from agentloop.training.weight_sync.loop import WeightSyncLoop
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Serving, publisher
 
-__all__ = ["LoopView", "TrainingLoop"]
-
 
 @dataclass(slots=True)
 class _CheckpointRequest:
@@ -73,7 +71,12 @@ class LoopView(TypedDict):
 
 
 class TrainingLoop:
-    """The training loop of a run: `run` trains to the last step."""
+    """The training loop of a run: `run` trains to the last step.
+
+    Attributes:
+        control: pauses and drains the run. A drained one ends with a checkpoint when the
+            groups in flight have ended and all complete batches are trained on.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class TrainingLoop:
     ) -> None:
         weights = weights or WeightsSettings()
         self._context = run
-        self._control = run.control
+        self.control = run.control
         self._steps = steps
         self._to_save: list[_CheckpointRequest] = []
         self._weights = WeightSyncLoop(
@@ -107,38 +110,6 @@ class TrainingLoop:
         )
         self._stages = StageRunner(run, self._trainer)
 
-    @property
-    def step(self) -> int:
-        """The last completed step."""
-        return self._steps.step
-
-    @property
-    def version(self) -> int:
-        """The version of the learner's weights."""
-        return self._steps.version
-
-    @property
-    def is_paused(self) -> bool:
-        return self._control.is_paused
-
-    @property
-    def is_draining(self) -> bool:
-        return self._control.is_draining
-
-    # --- control --------------------------------------------------------------------------------
-
-    def pause(self, paused: bool = True) -> None:
-        """Stop admitting groups, or resume. Groups in flight continue."""
-        self._control.pause(paused)
-
-    def drain(self) -> None:
-        """Stop admitting groups and end the run in order, so that it can be resumed.
-
-        `run` returns with a checkpoint when the groups in flight have ended and all complete
-        batches are trained on.
-        """
-        self._control.drain()
-
     async def save(self) -> int:
         """Start writing a checkpoint now or after the current step, and return its step.
 
@@ -149,7 +120,7 @@ class TrainingLoop:
         """
         request = _CheckpointRequest()
         self._to_save.append(request)
-        self._control.notify()
+        self.control.notify()
         await request.event.wait()  # no deadline: the learner's requests have one, or end the run
         if request.step is None:
             raise LearnerRefused("the checkpoint could not be started; the run's log says why")
@@ -160,15 +131,15 @@ class TrainingLoop:
         buffer = self._context.buffer
         return {
             "num_steps": self._context.pace.num_steps,
-            "step": self.step,
-            "learner_version": str(self.version),
+            "step": self._steps.step,
+            "learner_version": str(self._steps.version),
             "slots": buffer.num_slots,
             "slots_used": buffer.num_open + buffer.num_finished,
             "queue_groups": buffer.num_finished,
             "queue_bytes": buffer.num_bytes,
             "max_staleness": self._context.settings.max_staleness,
-            "paused": self.is_paused,
-            "draining": self.is_draining,
+            "paused": self.control.is_paused,
+            "draining": self.control.is_draining,
         }
 
     async def _save(self) -> None:
@@ -179,11 +150,11 @@ class TrainingLoop:
         """
         while True:
             while not self._to_save:
-                await self._control.wait_changed()  # no deadline: until there is a request
+                await self.control.wait_changed()  # no deadline: until there is a request
             requests, self._to_save = self._to_save, []
             is_started = await self._steps.checkpoint()
             for request in requests:
-                request.step = self.step if is_started else None
+                request.step = self._steps.step if is_started else None
                 request.event.set()
 
     async def run(self) -> None:
@@ -208,30 +179,30 @@ class TrainingLoop:
         run = self._context
         if run.settings.evaluate_every or not run.stages:
             await self._held_out.find_tasks()
-        if self.step:
-            run.report.say(f"Resuming from the checkpoint of step {self.step}")
+        if self._steps.step:
+            run.report.say(f"Resuming from the checkpoint of step {self._steps.step}")
         cursor = await run.queue.cursor()
         outcomes = await run.queue.outcomes()
         run.curriculum.restore(outcomes, num_offered=cursor.get("num_offered", 0))
         await self._trainer.restore()
-        run.buffer.reset(self.version)
+        run.buffer.reset(self._steps.version)
         await self._weights.publish()
         await self._weights.until_live()
-        if not self.step:
+        if not self._steps.step:
             await self._trainer.evaluate(run.budget)
         for number, (name, stage) in enumerate(run.stages.items(), 1):
             await self._stages.run(number, name, stage)
-            if self.is_draining:
+            if self.control.is_draining:
                 command = resume_command("train", run.folder.path)
-                run.report.say(f"Drained after step {self.step}; continue with: {command}")
+                run.report.say(f"Drained after step {self._steps.step}; continue with: {command}")
                 break
-        if run.settings.learn and self.step:
-            if not self.version:
+        if run.settings.learn and self._steps.step:
+            if not self._steps.version:
                 run.report.say(
                     "The weights have not changed: no group had rollouts with different rewards"
                 )
             if learned := held_out_rewards(await run.metrics.rows()):
-                run.report.say(f"{learned} in {count_of(self.step, 'step')}")
+                run.report.say(f"{learned} in {count_of(self._steps.step, 'step')}")
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
-        run.folder.end(drained=self.is_draining)
+        run.folder.end(drained=self.control.is_draining)

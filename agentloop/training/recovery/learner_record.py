@@ -1,4 +1,4 @@
-"""What the journal keeps of the learner, so that its steps can be repeated exactly (replay.py).
+"""Record the learner in the journal, so that its steps can be repeated exactly (replay.py).
 
 note `learners`      the learner's settings and what it ran on, from a step on
 note `weights STEP`  a digest of the weights that were published after a step
@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any
 
 import pydantic
 
@@ -20,20 +19,11 @@ from agentloop.training.learner_client.protocol import ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop.queue import GroupQueue
 
-__all__ = [
-    "LearnerRecord",
-    "learner_records",
-    "note_weights",
-    "noted_weights",
-    "record_learner",
-    "weights_digest",
-]
-
 _NOTE = "learners"
 _OF_MODEL = {"model", "chat_template"}  # paths differ between machines
 
 
-class LearnerRecord(pydantic.BaseModel):
+class LearnerRecord(pydantic.BaseModel, extra="forbid", frozen=True):
     """The learner of all steps after a step.
 
     Attributes:
@@ -43,10 +33,8 @@ class LearnerRecord(pydantic.BaseModel):
         made_with: see `ReadyReply`.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
     after: int
-    settings: dict[str, Any]
+    settings: dict[str, object]
     ranks: dict[str, int]
     made_with: dict[str, str]
 

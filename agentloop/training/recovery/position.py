@@ -25,15 +25,6 @@ from agentloop.training.run.collapse import RunCollapsed
 from agentloop.training.run.folder import checkpoints_in
 from agentloop.training.run.status import count_of
 
-__all__ = [
-    "Phase",
-    "Position",
-    "Stages",
-    "display_path",
-    "resume_command",
-    "telling_how_to_continue",
-]
-
 
 class Phase(StrEnum):
     """A phase of a run, with steps, metrics and checkpoints of its own."""
@@ -97,7 +88,7 @@ class Position:
         return cls.at(run, Phase.FINE_TUNING, _rows(sft))
 
     @classmethod
-    def at(cls, run: Path, phase: Phase, rows: Sequence[Mapping[str, Any]]) -> Position:
+    def at(cls, run: Path, phase: Phase, rows: Sequence[Mapping[str, object]]) -> Position:
         """Return the position in a phase that has these rows of metrics."""
         steps = [step for row in rows if (step := _int(row.get("step"))) is not None]
         stages = {

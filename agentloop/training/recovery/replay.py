@@ -10,7 +10,6 @@ with other settings or on another machine is a learner started anew, from a chec
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -42,8 +41,6 @@ from agentloop.training.run.token_difference import (
 )
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
-
-__all__ = ["Replay", "ReplayedStep", "Replayer", "StepRange", "step_ranges"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +259,6 @@ class Replay:
     ) -> ReplayedStep:
         """Publish the weights as the run does, and compare them with its."""
         recorded = await noted_weights(self._queue, steps.step)
-        if recorded is None:  # the run's last ones also say it themselves
-            kept = self._run / "weights" / str(steps.version)
-            recorded = await anyio.to_thread.run_sync(_digest_of, kept)
         published = await steps.publish(publisher)
         await publisher.tidy()
         return ReplayedStep(steps.step, before, loss, recorded, weights_digest(published.sha256))
@@ -309,14 +303,6 @@ def _logprobs_in(path: Path) -> list[float]:
 
     logprobs: list[float] = load(path.read_bytes())["logprobs"].tolist()
     return logprobs
-
-
-def _digest_of(folder: Path) -> str | None:
-    """Return the digest of published weights, or None if there are none in the folder."""
-    try:
-        return weights_digest(json.loads((folder / "published.json").read_bytes())["sha256"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _link_groups(run: Path) -> None:

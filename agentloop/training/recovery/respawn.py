@@ -22,8 +22,6 @@ from pathlib import Path
 
 from agentloop.inference.processes.restarts import Restarts
 
-__all__ = ["is_child", "run_with_restarts", "tell_run"]
-
 _FD = "AGENTLOOP_TRAIN_FD"
 _TOKEN = "AGENTLOOP_SERVE__CONTROL_TOKEN"
 _PR_SET_PDEATHSIG = 1

@@ -38,8 +38,6 @@ from agentloop.training.learner_client.protocol import (
 )
 from agentloop.training.run.folder import RunFolder
 
-__all__ = ["ResumableTraining", "load_newest", "report_other_loss"]
-
 log = logging.getLogger(__name__)
 
 _SAME_LOSS = 1e-5  # relative tolerance of the loss of a repeated step

@@ -14,8 +14,6 @@ from agentloop.aio import in_run_thread
 from agentloop.training.loop.queue import GroupQueue
 from agentloop.training.run.folder import RunFolder
 
-__all__ = ["finish_undo", "undo"]
-
 
 async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
     """Return a run to its state after `step`.

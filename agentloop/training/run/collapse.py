@@ -49,16 +49,6 @@ import pydantic
 from agentloop.errors import AgentLoopError
 from agentloop.rollouts.metrics import percent
 
-__all__ = [
-    "Collapse",
-    "CollapseSettings",
-    "Rule",
-    "RunCollapsed",
-    "Verdict",
-    "checkpoint_before",
-    "report",
-]
-
 Row = Mapping[str, Any]
 """A row of metrics.jsonl."""
 
@@ -75,10 +65,8 @@ _MISMATCH_MAX = 0.1  # nats per token
 _NUM_REPORTED = 10  # steps
 
 
-class CollapseSettings(pydantic.BaseModel):
+class CollapseSettings(pydantic.BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Settings of the collapse detector."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     window: int = pydantic.Field(
         9,
@@ -162,7 +150,7 @@ class Collapse:
     def replay(cls, settings: CollapseSettings, rows: Iterable[Row], *, step: int) -> Self:
         """Rebuild the state after `step`, at which a run is resumed; later rows are ignored."""
         collapse = cls(settings)
-        for row in _without_undone(rows):
+        for row in rows:
             if row["step"] <= step:
                 collapse.observe(row)
         return collapse
@@ -272,19 +260,6 @@ def _value(row: Row, name: str) -> float | None:
     return value
 
 
-def _without_undone(rows: Iterable[Row]) -> list[Row]:
-    """Drop the rows of undone steps: a run resumed from an earlier step writes them again."""
-    kept: list[Row] = []
-    newest = -1
-    for row in rows:
-        if _REWARD in row:
-            if row["step"] <= newest:
-                kept = [old for old in kept if old["step"] < row["step"]]
-            newest = row["step"]
-        kept.append(row)
-    return kept
-
-
 def checkpoint_before(verdict: Verdict, checkpoints: Iterable[int]) -> int | None:
     """Return the step of the newest checkpoint from before the collapse, or None.
 
@@ -347,7 +322,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 
 def report(verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int]) -> str:
     """Return a Markdown report: what happened, the last steps and how to continue."""
-    steps = [row for row in _without_undone(rows) if _REWARD in row and row["step"] <= verdict.step]
+    steps = [row for row in rows if _REWARD in row and row["step"] <= verdict.step]
     good = verdict.last_good
     goes_on = checkpoint_before(verdict, checkpoints)
     return "\n".join(

@@ -21,8 +21,6 @@ from agentloop.training.run.pace import Pace
 from agentloop.training.run.status import Reporter
 from agentloop.training.run.step_metrics import MetricsLog
 
-__all__ = ["RunContext"]
-
 _MAX_QUEUE_BYTES = 8 << 30  # of finished groups on disk; above it, no further groups start
 
 

@@ -1,4 +1,4 @@
-"""What the tasks of a run share: waiting for each other, pausing and draining."""
+"""Let the tasks of a run wait for each other, pause and drain."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from agentloop.aio import Signal
 from agentloop.training.run.status import StatusWatch, Unwatched
-
-__all__ = ["Drained", "RunControl"]
 
 
 class Drained(Exception):
@@ -28,11 +26,13 @@ class RunControl:
         self.is_paused = self.is_draining = False
         self._changed = Signal()
 
-    def pause(self, paused: bool) -> None:
+    def pause(self, paused: bool = True) -> None:
+        """Stop admitting groups, or resume. Groups in flight continue."""
         self.is_paused = paused
         self.notify()
 
     def drain(self) -> None:
+        """Stop admitting groups and end the run in order, so that it can be resumed."""
         self.is_draining = True
         self.notify()
 

@@ -21,7 +21,6 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, message_of, sole
 from agentloop.events import Emit, Event, Measured
-from agentloop.inference.replicas import ServerView
 from agentloop.launch.progress import ProgressLine
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.bottleneck import ServedOn
@@ -30,6 +29,7 @@ from agentloop.observe.exporters.event_log import EventLog, EventLogSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
+from agentloop.observe.page import Page
 from agentloop.observe.runs import of_start, origin_of, start_metrics
 from agentloop.runtime import Runtime
 from agentloop.serving.access import ApiGuard, ServeSettings
@@ -37,8 +37,6 @@ from agentloop.serving.listen import bind, serving
 from agentloop.training.loop.training_loop import TrainingLoop
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.learning import headline
-
-__all__ = ["RunDashboard"]
 
 _SAVE_S = 600.0
 T = TypeVar("T")
@@ -129,7 +127,8 @@ class RunDashboard:
         """
         with bind(settings, or_free=True) as bound:
             async with self._dashboard.running(self._answer) as ask:
-                page = self._dashboard.page(
+                page = Page(
+                    self._dashboard.live,
                     ask=ask if self._has_runtime else None,
                     control=self if self.actions else None,
                     control_token=settings.control_token,
@@ -171,7 +170,7 @@ class RunDashboard:
         The page keeps showing what they have done.
         """
         self._last_chat = self._chat
-        self._was_draining |= self.loop is not None and self.loop.is_draining
+        self._was_draining |= self.loop is not None and self.loop.control.is_draining
         self.runtime = self.loop = None
         for scope in self._answers:
             scope.cancel()
@@ -198,15 +197,15 @@ class RunDashboard:
             raise RequestError("do: the run has not started its rollouts yet")
         match action:
             case "pause":
-                loop.pause()
+                loop.control.pause()
                 return "paused: no further groups are started; those in flight continue"
             case "resume":
-                loop.pause(False)
-                if loop.is_draining:
+                loop.control.pause(False)
+                if loop.control.is_draining:
                     return "resumed, but no groups are started because the run is draining"
                 return "resumed: groups are started again"
             case "drain":
-                loop.drain()
+                loop.control.drain()
                 return "draining: the run ends when the groups in flight have ended"
             case _:
                 with anyio.move_on_after(_SAVE_S):
@@ -239,9 +238,9 @@ class RunDashboard:
                 **origin_of(self.folder.path),
             },
             chat=lambda: self._chat,
-            servers=self._servers,
-            num_waiting=self._num_waiting,
-            sandbox=self._sandbox,
+            servers=lambda: self.runtime.router.view() if self.runtime else (),
+            num_waiting=lambda: self.runtime.router.num_waiting if self.runtime else 0,
+            sandbox=lambda: self.runtime.pool.stats() if self.runtime else {},
             served_on=self._served_on,
             more=self._state,
             folder=self.folder.path,
@@ -256,12 +255,6 @@ class RunDashboard:
     def _decode(self, ids: Sequence[int]) -> str:
         return "" if self._chat is None else self._chat.decode(ids)
 
-    def _num_waiting(self) -> int:
-        return 0 if self.runtime is None else self.runtime.router.num_waiting
-
-    def _sandbox(self) -> Mapping[str, object]:
-        return {} if self.runtime is None else self.runtime.pool.stats()
-
     def _served_on(self) -> ServedOn:
         if self.runtime is None:
             return ServedOn.UNKNOWN if self._has_runtime else ServedOn.ENDPOINT
@@ -273,9 +266,6 @@ class RunDashboard:
             return 0, 0
         view = self.loop.view()
         return view["queue_groups"], view["queue_bytes"]
-
-    def _servers(self) -> Sequence[ServerView]:
-        return () if self.runtime is None else self.runtime.router.view()
 
     def _state(self) -> Mapping[str, object]:
         state: dict[str, object] = {"waits": self._progress.line}

@@ -29,27 +29,14 @@ from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = [
-    "RunFolder",
-    "RunSettings",
-    "checkpoints_in",
-    "config_of",
-    "is_active",
-    "require_new",
-    "training_state",
-    "writing",
-]
-
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
 _GIT_S = 5.0
 _SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
 
 
-class RunSettings(pydantic.BaseModel):
+class RunSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the run's folder."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     folder: Path = pydantic.Field(Path("runs"), description="Folder that contains all runs.")
     name: str = pydantic.Field(
@@ -240,7 +227,8 @@ class RunFolder:
 
     def append(self, name: str, row: Mapping[str, object]) -> None:
         """Append a row to a JSONL file. Raises RunFolderError if that fails (disk full)."""
-        _append(self.path / name, [row])
+        with writing(self.path / name), (self.path / name).open("ab") as file:
+            file.write(dumps(dict(row)) + b"\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a file atomically. Raises RunFolderError if that fails."""
@@ -505,9 +493,3 @@ def _parse_lines(lines: Sequence[bytes], path: Path) -> list[dict[str, object]]:
         except ValueError as error:
             raise RunFolderError(f"{path}: line {number} is damaged: {error}") from error
     return rows
-
-
-def _append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    with writing(path), path.open("ab") as file:
-        for row in rows:
-            file.write(dumps(dict(row)) + b"\n")

@@ -1,4 +1,4 @@
-"""What a run has learned so far, in words, from the rows of its metrics. Pure.
+"""Say in words what a run has learned so far, from the rows of its metrics. Pure.
 
 It is shown before anything about speed: without a learning signal, a run learns nothing however
 fast it is.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-
-__all__ = ["PATIENCE", "Headline", "headline", "held_out_rewards"]
 
 PATIENCE = 3  # steps without a signal, after which it is said what to do
 _MOST = 0.5  # the share of wrong rollouts from which on they have something in common

@@ -9,8 +9,6 @@ from agentloop.rollouts.metrics import mean, percent
 from agentloop.training.run.status import Reporter, RunStatus
 from agentloop.training.run.step_metrics import StepMetrics
 
-__all__ = ["Pace"]
-
 
 class Pace:
     """Tracks a run's progress and shows it through a `Reporter`."""

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Reporter", "RunStatus", "StatusWatch", "Unwatched", "clock", "count_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:

@@ -13,8 +13,6 @@ from agentloop.rollouts.metrics import RolloutMetrics, about, about_each
 from agentloop.training.loop.queue import Lease
 from agentloop.training.run.folder import RunFolder
 
-__all__ = ["Learned", "MetricsLog", "StepMetrics", "WeightSyncMetrics"]
-
 
 @dataclass(frozen=True, slots=True)
 class Learned:

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ScoredConversation", "ScoredToken", "TokenDifferences", "differences_of"]
-
 _CONTEXT = 8  # tokens shown before one of the worst
 
 

@@ -57,29 +57,11 @@ from agentloop.training.sft.trained_messages import (
 )
 from agentloop.trajectory import Message, ToolCall, Trajectory, Turn, TurnEnd
 
-__all__ = [
-    "Dialogue",
-    "DialogueSource",
-    "DialoguesSettings",
-    "EpochsSettings",
-    "FineTuningPlan",
-    "SupervisedSettings",
-    "fine_tune",
-    "learning_rate",
-    "lineage",
-    "read_dialogues",
-    "read_samples",
-    "step_plan",
-    "trajectories_of",
-]
-
 _NUM_LINES = 10  # progress lines per run
 
 
-class DialogueSource(pydantic.BaseModel):
+class DialogueSource(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings that say which dialogues to train on."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     paths: list[Path] = pydantic.Field(
         default_factory=list,
@@ -125,10 +107,8 @@ class DialoguesSettings(DialogueSource):
     )
 
 
-class EpochsSettings(pydantic.BaseModel):
+class EpochsSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the passes over the dialogues."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     epochs: int = pydantic.Field(3, ge=1, description="Number of passes over the dialogues.")
     batch_tokens: int = pydantic.Field(

@@ -10,8 +10,6 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import DataError
 from agentloop.trajectory import Trajectory, Turn, TurnEnd
 
-__all__ = ["check_tokenizer", "is_recorded", "recorded_rollout"]
-
 
 class _RecordedTurn(pydantic.BaseModel):
     output_ids: list[pydantic.NonNegativeInt] = pydantic.Field(min_length=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -16,7 +16,6 @@ from agentloop.agent.chat_settings import ChatSettings
 from agentloop.config import to_toml
 from agentloop.distribution import require
 from agentloop.errors import SettingsError
-from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.launch.progress import ProgressLine
 from agentloop.launch.settings import PAGE
@@ -34,7 +33,7 @@ from agentloop.training.recovery.position import telling_how_to_continue
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder, RunSettings
 from agentloop.training.run.status import count_of
-from agentloop.training.sft import (
+from agentloop.training.sft.fine_tuning import (
     DialogueSource,
     DialoguesSettings,
     FineTuningPlan,
@@ -43,25 +42,9 @@ from agentloop.training.sft import (
     read_samples,
 )
 
-__all__ = [
-    "DialogueTraining",
-    "SftSettings",
-    "check_named",
-    "imitate",
-    "learner_of",
-    "model_folder",
-    "require_learner",
-    "samples_of",
-    "sft",
-]
 
-S = TypeVar("S", bound=pydantic.BaseModel)
-
-
-class DialogueTraining(pydantic.BaseModel):
+class DialogueTraining(pydantic.BaseModel, extra="forbid"):
     """Settings of training on dialogues: the data, the epochs, the learner and its ranks."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
 
     data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
     loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)
@@ -114,7 +97,13 @@ async def sft(settings: SftSettings, progress: ProgressLine, *, resume: Path | N
                     return plan.model
                 learner = learner_of(settings, model, settings.chat, folder, progress)
                 async with learner:
-                    return await imitate(settings, learner, plan, progress, dashboard.emit)
+                    return await fine_tune(
+                        plan,
+                        learner,
+                        report=progress,
+                        max_restarts=settings.ranks.max_restarts,
+                        emit=dashboard.emit,
+                    )
 
 
 def model_folder(path: Path | str) -> Path:
@@ -177,18 +166,3 @@ def learner_of(
         on_progress=progress,
         spawn=spawn,
     )
-
-
-async def imitate(
-    settings: DialogueTraining,
-    learner: KeptLearner,
-    plan: FineTuningPlan,
-    progress: ProgressLine,
-    emit: Emit = ignore,
-) -> Path:
-    """Train on the samples of a plan and return the folder of the new model.
-
-    `emit` is called with the metrics of each step.
-    """
-    restarts = settings.ranks.max_restarts
-    return await fine_tune(plan, learner, report=progress, max_restarts=restarts, emit=emit)

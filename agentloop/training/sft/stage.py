@@ -28,12 +28,13 @@ from agentloop.agent.rollout import Budget
 from agentloop.agent.threads import in_command_thread
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
+from agentloop.environments.player import DialogueRow
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.errors import DataError, SettingsError
 from agentloop.launch.progress import ProgressLine
 from agentloop.launch.without_servers import open_tools
 from agentloop.models import SMALL
-from agentloop.plain_json import JsonObject, dumps
+from agentloop.plain_json import dumps
 from agentloop.rollouts.scripted import PlayedRollout, play_teacher
 from agentloop.runtime import Settings
 from agentloop.training.learner_client.client import Spawn
@@ -47,31 +48,24 @@ from agentloop.training.loop.settings import LoopSettings
 from agentloop.training.run.dashboard import RunDashboard
 from agentloop.training.run.folder import RunFolder
 from agentloop.training.run.status import count_of
-from agentloop.training.sft import (
+from agentloop.training.sft.fine_tuning import (
     Dialogue,
     DialogueSource,
     DialoguesSettings,
     EpochsSettings,
     FineTuningPlan,
     SupervisedSettings,
+    fine_tune,
     read_dialogues,
     trajectories_of,
 )
 from agentloop.training.sft.run import (
     DialogueTraining,
     check_named,
-    imitate,
     learner_of,
     model_folder,
     samples_of,
 )
-
-__all__ = [
-    "FineTuning",
-    "SftStageSettings",
-    "check_teachers",
-]
-
 
 _NUM_LINES = 10  # progress lines of the teacher
 _TEACHER = "teacher.jsonl"  # what it has played
@@ -88,10 +82,8 @@ class SftStageLearner(InitSettings):
     )
 
 
-class SftStageRanks(pydantic.BaseModel):
+class SftStageRanks(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the ranks in which a run's supervised fine-tuning differs from its rollouts."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nproc_per_node: int | None = pydantic.Field(
         None, ge=1, description="Ranks per machine. By default, ranks.nproc_per_node."
@@ -101,10 +93,8 @@ class SftStageRanks(pydantic.BaseModel):
     )
 
 
-class SftStageSettings(pydantic.BaseModel):
+class SftStageSettings(pydantic.BaseModel, extra="forbid"):
     """Settings of a training run's supervised fine-tuning; those of the run hold the rest."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
 
     seed: int = pydantic.Field(
         0,
@@ -226,7 +216,13 @@ class FineTuning:
                         raise
                     make_plan = partial(FineTuningPlan, training.loop, samples, part, "sft.")
                     plan = await anyio.to_thread.run_sync(make_plan)
-                    await imitate(training, learner, plan, progress, dashboard.on_start_event)
+                    await fine_tune(
+                        plan,
+                        learner,
+                        report=progress,
+                        max_restarts=training.ranks.max_restarts,
+                        emit=dashboard.on_start_event,
+                    )
         checkpoints = made.with_name("checkpoints")  # not needed any more
         await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
         return made
@@ -350,7 +346,7 @@ class FineTuning:
                 )
                 await on_played(number, played)
 
-    async def _check_dialogue(self, row: JsonObject, progress: ProgressLine) -> None:
+    async def _check_dialogue(self, row: DialogueRow, progress: ProgressLine) -> None:
         """Check a dialogue of a teacher against the model's chat template. Raises DataError."""
         dialogue = Dialogue(row["messages"], row["tools"], "the teacher's first rollout")
         await self._check_encoding(dialogue, progress)

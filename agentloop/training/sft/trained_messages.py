@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from agentloop.errors import RequestError
 from agentloop.trajectory import Message
 
-__all__ = ["check_answers", "check_calls", "check_said", "check_weight", "is_trained"]
-
 # What the assistant said besides the content and its calls.
 _SAID = ("reasoning_content", "thinking", "reasoning_details", "refusal", "audio")
 

@@ -18,8 +18,6 @@ import numpy as np
 
 from agentloop.training.weight_sync.layout import Layout
 
-__all__ = ["MODELS", "VERSIONS", "Tensor", "checksum", "config_dtype", "parts_of"]
-
 VERSIONS = ("0.5.16", "0.5.23")
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -19,8 +19,6 @@ from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.verify import UNASKED, Proof, PublishedFiles, prove
 
-__all__ = ["FolderPublisher", "PublishedFolder"]
-
 _A_VERSION = re.compile(r"\d+|\.\d+\.(partial|old)")
 
 

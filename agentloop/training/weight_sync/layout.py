@@ -1,10 +1,8 @@
-"""How a server stores a model's weights."""
+"""Describe how a server stores a model's weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-__all__ = ["Layout"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,6 @@ from agentloop.errors import ServerError
 from agentloop.models.differences import DIFFERENCE, apply_difference
 from agentloop.models.folder import MANIFEST
 
-__all__ = ["LocalCopy"]
-
 _PREFIX = "agentloop-weights-"
 
 

@@ -24,8 +24,6 @@ from agentloop.training.run.step_metrics import WeightSyncMetrics
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 
-__all__ = ["WeightSyncLoop"]
-
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0

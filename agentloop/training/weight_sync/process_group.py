@@ -30,7 +30,6 @@ import orjson
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.weight_updates import Bucket, WeightsGroup, WeightsInfo
-from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.client import Learner, LearnerRefused
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
@@ -46,8 +45,6 @@ from agentloop.training.weight_sync.checksums import config_dtype
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove
-
-__all__ = ["GROUP_TIMEOUT_S", "GroupPublisher", "PublishedInLearner"]
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +117,7 @@ class PublishedInLearner:
     num_updates: int
     backend: str
     settings: WeightsSettings
-    model: JsonObject  # the model's configuration, as far as `layout_of` needs it
+    model: Mapping[str, object]  # the model's configuration, as far as `layout_of` needs it
 
     @property
     def folder(self) -> None:
@@ -272,7 +269,8 @@ class PublishedInLearner:
             return f"the servers of the group have different layouts: {layouts}"
         (layout,) = layouts
         if isinstance(layout, Layout) and layout.dtype == "auto":
-            return replace(layout, dtype=config_dtype(self.model.get("dtype")))
+            dtype = self.model.get("dtype")
+            return replace(layout, dtype=config_dtype(None if dtype is None else str(dtype)))
         return layout
 
     async def _finish(

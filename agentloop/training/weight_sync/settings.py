@@ -7,13 +7,9 @@ from typing import Literal
 
 import pydantic
 
-__all__ = ["WeightsSettings"]
 
-
-class WeightsSettings(pydantic.BaseModel):
+class WeightsSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of the weight sync from the learner to the servers."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     transport: Literal["disk", "broadcast"] = pydantic.Field(
         "disk",

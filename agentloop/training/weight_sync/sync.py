@@ -24,7 +24,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +44,6 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 from agentloop.training.weight_sync.verify import Proof, judge
 from agentloop.trajectory import Trajectory
-
-__all__ = ["Served", "Serving", "SyncResult", "publisher"]
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +232,9 @@ class Served:
         """
         judgement = judge(proofs, rest)
         if judgement.wrong:
-            self._break_off(judgement.wrong.keys())
+            for server in self._router.replicas.servers:
+                if server.url in judgement.wrong:
+                    server.break_streams("its new weights are not the learner's")
             wrong = frozenset(judgement.wrong)
             self._wrong.append(_Wrong(version, wrong, time.time()))
         for url in judgement.right:
@@ -253,11 +253,6 @@ class Served:
                 url,
                 why,
             )
-
-    def _break_off(self, urls: Collection[str]) -> None:
-        for server in self._router.replicas.servers:
-            if server.url in urls:
-                server.break_streams("its new weights are not the learner's")
 
     def is_tainted(self, trajectory: Trajectory) -> bool:
         """Return whether a trajectory may have been sampled with wrong weights.

@@ -1,4 +1,4 @@
-"""What a transport of weights provides: it publishes versions, which it can load into servers.
+"""A transport of weights publishes versions, which it can load into servers.
 
     Publisher.publish ──> PublishedWeights.sync_to(servers) ──> a Proof of each server, or its error
 
@@ -13,8 +13,6 @@ from typing import Protocol
 
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.training.weight_sync.verify import Proof
-
-__all__ = ["PublishedWeights", "Publisher"]
 
 
 class PublishedWeights(Protocol):

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import TypeVar
 import numpy as np  # a dependency of transformers
 
 from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
-from agentloop.plain_json import JsonObject
 from agentloop.training.weight_sync.checksums import (
     MODELS,
     VERSIONS,
@@ -33,8 +32,6 @@ from agentloop.training.weight_sync.checksums import (
     parts_of,
 )
 from agentloop.training.weight_sync.layout import Layout
-
-__all__ = ["UNASKED", "Judgement", "Proof", "PublishedFiles", "judge", "layout_of", "prove"]
 
 _MAX_THREADS = 16
 _DTYPES = {"float": "float32", "half": "float16"}
@@ -110,8 +107,7 @@ def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
     wrong = {url: proof.wrong for url, proof in proofs.items() if proof.wrong}
     rests = {url: proof.rest for url, proof in proofs.items() if url not in wrong and proof.rest}
     if rest is None:
-        (most_common, num), *runners_up = Counter(rests.values()).most_common(2) or [("", 0)]
-        rest = most_common if num and not (runners_up and runners_up[0][1] == num) else None
+        rest = most_common(rests.values())
     for url, digest in rests.items():
         if rest is None:
             wrong[url] = f"the servers' weights differ, and it is unknown which are right: {rests}"
@@ -120,7 +116,14 @@ def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
     return Judgement(sorted(proofs.keys() - wrong.keys()), wrong, rest)
 
 
-def layout_of(info: WeightsInfo, config: JsonObject) -> Layout | str:
+def most_common(checksums: Iterable[str]) -> str | None:
+    """Return the checksum that occurs most often; None: there is none, or a tie."""
+    (first, num_first), *runners_up = Counter(checksums).most_common(2) or [("", 0)]
+    is_tie = runners_up and runners_up[0][1] == num_first
+    return first if num_first and not is_tie else None
+
+
+def layout_of(info: WeightsInfo, config: Mapping[str, object]) -> Layout | str:
     """Return the layout of a model on a server, or the reason why it is unknown."""
     if info.sglang not in VERSIONS:
         return f"SGLang {info.sglang}: only checksums of {' and '.join(VERSIONS)} are known"
@@ -135,7 +138,9 @@ def layout_of(info: WeightsInfo, config: JsonObject) -> Layout | str:
         return f"{dtype} on a CPU, where weights may be packed"
     if dtype not in (*_ANY_DTYPE, "auto"):
         return f"the dtype {dtype}"
-    num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if not isinstance(num_kv_heads, int):
+        return "the model's number of KV heads, which its configuration lacks"
     return Layout(info.device, dtype, info.num_ranks, num_kv_heads)
 
 

@@ -13,7 +13,7 @@ import pytest
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.formats import detect
 from agentloop.errors import RequestError
-from agentloop.training.sft import Dialogue, trajectories_of
+from agentloop.training.sft.fine_tuning import Dialogue, trajectories_of
 from agentloop.trajectory import ToolCall
 from tests.agentloop.agent.random_conversations import EXAMPLES, conversations, some_text
 from tests.agentloop.agent.real_models import (

@@ -16,7 +16,7 @@ from agentloop.evaluation.wiring import EvaluateSettings
 from agentloop.training.loop.settings import StageSettings
 from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.sft import DialoguesSettings
+from agentloop.training.sft.fine_tuning import DialoguesSettings
 from agentloop.training.sft.run import SftSettings
 
 TRAIN = to_toml(TrainSettings())  # of 10 steps

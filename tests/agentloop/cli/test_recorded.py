@@ -13,7 +13,7 @@ from agentloop.__main__ import main
 from agentloop.agent.sessions.tree import Branch
 from agentloop.errors import DataError
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.sft import DialoguesSettings, read_samples
+from agentloop.training.sft.fine_tuning import DialoguesSettings, read_samples
 from agentloop.trajectory import StopReason, Trajectory
 from tests.agentloop.observe.test_recorder import CHAT, recorder, trajectory
 from tests.support import chat_format

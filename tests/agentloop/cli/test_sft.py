@@ -205,13 +205,13 @@ async def test_stopped_run_prints_the_command_to_resume_it(
     """The command resumes with the run's settings, some of which may be changed."""
     progress, started = RecordedProgress(), anyio.Event()
 
-    async def imitate(*_: object) -> Path:
+    async def train(*_: object, **options: object) -> Path:
         started.set()
         await anyio.sleep_forever()
         raise AssertionError
 
     monkeypatch.setattr(agentloop.training.sft.run, "learner_of", lambda *_: nullcontext())
-    monkeypatch.setattr(agentloop.training.sft.run, "imitate", imitate)
+    monkeypatch.setattr(agentloop.training.sft.run, "fine_tune", train)
     monkeypatch.chdir(tmp_path)
     settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "one"))
     async with anyio.create_task_group() as tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +11,19 @@ import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.evaluation.results import figures_of, markdown, results, table, text
+from agentloop.evaluation.results import (
+    Figures,
+    Sampled,
+    figures_of,
+    markdown,
+    results,
+    table,
+    text,
+)
 from agentloop.rollouts.metrics import RolloutFigures
 
 SETTINGS = EvaluationSettings(num_samples=2)
-ABOUT = {
-    "model": "m",
-    "by": "agentloop",
-    "sampling": {"temperature": 0.6, "seed": None},
-    "budget": {"max_turns": 30},
-}
+ABOUT = Sampled("m", "agentloop", [], [], {"temperature": 0.6, "seed": None}, {"max_turns": 30})
 
 
 def rollout(reward: float | None, **more: Any) -> RolloutFigures:
@@ -30,6 +34,10 @@ def rollout(reward: float | None, **more: Any) -> RolloutFigures:
 
 def outcome(name: str, source: str, *rewards: float | None, **more: Any) -> Outcome:
     return Outcome(Task(name, "?", "1", source), 1, [rollout(reward, **more) for reward in rewards])
+
+
+def values_of(sets: Mapping[str, Figures]) -> dict[str, float]:
+    return {name: f.avg_at_k.value for name, f in sets.items() if f.avg_at_k is not None}
 
 
 def test_missing_samples_are_counted_apart_from_wrong_ones() -> None:
@@ -62,17 +70,16 @@ def test_filtered_samples_are_noted() -> None:
 def test_task_that_could_not_be_sampled_misses_all_samples() -> None:
     refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
     summary = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
-    assert (summary["all"]["num_refused"], summary["all"]["num_missing"]) == (1, 2)
-    assert summary["missing"] == {"the task could not be sampled: messages: too long": 2}
+    assert (summary.all.num_refused, summary.all.num_missing) == (1, 2)
+    assert summary.missing == {"the task could not be sampled: messages: too long": 2}
 
 
 def test_sets_are_reported_separately_and_together() -> None:
     summary = results(
         [outcome("a", "two", 1.0, 1.0), outcome("b", "one", 0.0, 0.0)], SETTINGS, ABOUT
     )
-    assert [*summary["sets"]] == ["one", "two"]
-    values = [summary["sets"][name]["avg_at_k"]["value"] for name in ("one", "two")]
-    assert [*values, summary["all"]["avg_at_k"]["value"]] == [0, 1, 0.5]
+    assert [*summary.sets] == ["one", "two"]
+    assert values_of({**summary.sets, "all": summary.all}) == {"one": 0, "two": 1, "all": 0.5}
     assert table(summary)[0] == ["", "one", "two", "all"]
     alone = results([outcome("a", "two", 1.0, 1.0)], SETTINGS, ABOUT)
     assert table(alone)[0] == ["", "two"]
@@ -82,35 +89,38 @@ def test_tasks_of_an_environment_are_a_set() -> None:
     outcomes = [outcome("a", "environment", 1.0, 1.0), outcome("b", "environment", 0.0, 0.0)]
     for task_outcome, name in zip(outcomes, ("guess", "solve"), strict=True):
         task_outcome.task = replace(task_outcome.task, env=name)
-    sets = results(outcomes, SETTINGS, ABOUT)["sets"]
-    values = {name: figures["avg_at_k"]["value"] for name, figures in sets.items()}
-    assert values == {"guess": 1, "solve": 0}
+    sets = results(outcomes, SETTINGS, ABOUT).sets
+    assert values_of(sets) == {"guess": 1, "solve": 0}
 
 
 def test_parts_of_rewards_have_means_of_their_own() -> None:
     with_two_parts = outcome("a", "one", 1.0, parts={"right": 1, "short": 0.5})
     with_one_part = outcome("b", "two", 0.0, parts={"right": 0})
     summary = results([with_two_parts, with_one_part], SETTINGS, ABOUT)
-    assert summary["sets"]["one"]["parts"] == {"right": 1, "short": 0.5}
-    assert summary["all"]["parts"] == {"right": 0.5, "short": 0.5}
+    assert summary.sets["one"].parts == {"right": 1, "short": 0.5}
+    assert summary.all.parts == {"right": 0.5, "short": 0.5}
     assert ["part right", "1.000", "0.000", "0.500"] in table(summary)
     assert ["part short", "0.500", "-", "0.500"] in table(summary)
 
 
 def test_values_recorded_by_environments_have_a_mean() -> None:
     summary = results([outcome("a", "one", 1.0, 0.0, recorded={"tries": 3})], SETTINGS, ABOUT)
-    assert summary["sets"]["one"]["recorded"] == {"tries": 3}
+    assert summary.sets["one"].recorded == {"tries": 3}
     assert ["recorded tries", "3.000"] in table(summary)
 
 
 def test_results_are_plain_data() -> None:
-    summary = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
-    assert json.loads(json.dumps(summary)) == summary
+    summary = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT).to_dict()
+    read = json.loads(json.dumps(summary))
+    assert [*read] == [*summary]
+    assert read["model"] == "m"
+    assert read["all"]["avg_at_k"]["value"] == 1
+    assert read["all"]["pass_at_k"] == {"2": None}
 
 
 def test_results_without_samples() -> None:
     summary = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
-    assert summary["all"]["avg_at_k"] is None
+    assert summary.all.avg_at_k is None
     assert ["avg@2", "-"] in table(summary)
     assert ["tool errors in correct rollouts", "-"] in table(summary)
 

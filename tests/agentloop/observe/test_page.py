@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import aiohttp
 import anyio
+import pydantic
 import pytest
 from aiohttp import web
 from anyio.abc import ByteStream
@@ -22,6 +23,7 @@ from yarl import URL
 
 from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
+from agentloop.observe.frames import BoardFrame
 from agentloop.observe.page import Page
 from agentloop.observe.perfetto import trace_of
 from agentloop.serving.access import ApiGuard, ServeSettings
@@ -55,7 +57,7 @@ class Played:
         finally:
             self.num_readers -= 1
 
-    async def frame(self) -> dict[str, Any]:
+    async def frame(self) -> BoardFrame:
         return {"rev": 1, "full": True}
 
     async def rollout(self, key: str) -> dict[str, Any]:
@@ -149,7 +151,7 @@ async def page(
         shown,
         ask=ask if asks else None,
         control=control if controls else None,
-        control_token=control_token,
+        control_token=pydantic.SecretStr(control_token),
         io_timeout_s=io_timeout_s,
     )
     app = web.Application(middlewares=[ApiGuard(settings).middleware])
@@ -476,7 +478,7 @@ def test_default_control_token_is_random() -> None:
     made = {Page(Played()).control_token for _ in range(10)}
     assert len(made) == 10
     assert all(len(token) >= 12 for token in made)
-    assert Page(Played(), control_token="").control_token
+    assert Page(Played(), control_token=pydantic.SecretStr("")).control_token
 
 
 API = ["/api/frame", "/api/trace", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]

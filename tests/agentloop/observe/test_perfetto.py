@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentloop.observe.frames import BoardFrame
 from agentloop.observe.perfetto import TraceEvent, TraceFile, trace_of
 
 
@@ -18,9 +19,10 @@ def row(key: str, lanes: list[tuple[str, int]], end: int | None, group: str = ""
     }  # fmt: skip
 
 
-def frame(*rollouts: dict[str, Any]) -> dict[str, Any]:
-    groups = [{"id": "1", "task": "37 times 48"}]
-    return {"t": 110.0, "about": {"t0": 100.0}, "rollouts": rollouts, "groups": groups}
+def frame(*rollouts: dict[str, Any]) -> BoardFrame:
+    groups: Any = [{"id": "1", "task": "37 times 48"}]
+    rows: Any = rollouts
+    return {"t": 110.0, "about": {"t0": 100.0}, "rollouts": rows, "groups": groups}
 
 
 def slices(trace: TraceFile) -> list[TraceEvent]:

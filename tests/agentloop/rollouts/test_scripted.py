@@ -22,12 +22,13 @@ from agentloop.environments.examples.shop import Shop, ask
 from agentloop.environments.examples.solver_and_checker import solve_and_check
 from agentloop.environments.examples.warehouse import find
 from agentloop.environments.examples.warehouse_server import locate
+from agentloop.environments.player import DialogueRow
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
 from agentloop.rollouts.scripted import play_teacher
 from agentloop.sandbox import Pool
-from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
+from agentloop.training.sft.fine_tuning import DialoguesSettings, read_dialogues, trajectories_of
 
 # A script may be the first to import the parser of schemas, which takes seconds on a busy machine.
 pytestmark = pytest.mark.timeout(60)
@@ -106,7 +107,7 @@ async def test_examples_teacher_is_understood_and_wins_sometimes(name: str, tmp_
     make_task = cast("Callable[[Random], Mapping[str, Any]]", environment.tasks)
     assert environment.teacher is not None
     won: list[float] = []
-    dialogues: list[dict[str, Any]] = []
+    dialogues: list[DialogueRow] = []
     for number in range(40):
         rng = Random(number)
         task = task_of(make_task(rng))

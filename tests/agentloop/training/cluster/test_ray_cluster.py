@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -77,7 +77,7 @@ class OneActor(RayCluster):
     """A cluster on which each actor is this one."""
 
     def __init__(self, ray: FakeRay, actor: Any) -> None:
-        super().__init__(ClusterSettings(wait_s=0.01), ray)
+        super().__init__(ClusterSettings(wait_s=0.01), cast(ModuleType, ray))
         self.actor = actor
 
     def address_of(self, node: str) -> str:
@@ -90,7 +90,7 @@ class OneActor(RayCluster):
 async def test_remote_call_returns_a_result_or_reports_a_lost_actor() -> None:
     bug = RayTaskError("ZeroDivisionError")
     actor = actor_with(group=3, lost=RayError("The actor died\nof something"), wrong=bug)
-    remote = RemoteActor(FakeRay(), actor)
+    remote = RemoteActor(cast(ModuleType, FakeRay()), actor)
     assert await remote.call("group", 1, 2) == 3
     with pytest.raises(ActorLost, match=r"^The actor died$"):
         await remote.call("lost")
@@ -101,7 +101,7 @@ async def test_remote_call_returns_a_result_or_reports_a_lost_actor() -> None:
 async def test_only_the_trainers_own_node_is_usable_while_draining() -> None:
     nodes = ("one", True), ("two", True), ("lost", False), ("mine", True)
     ray = FakeNodes(*nodes, draining={"two": 0, "mine": 1, "lost": 5}, mine="mine")
-    cluster = RayCluster(ClusterSettings(), ray)
+    cluster = RayCluster(ClusterSettings(), cast(ModuleType, ray))
     assert [node.name for node in await cluster.usable()] == ["at-mine", "at-one"]
     assert cluster.home == "at-mine"
     assert cluster.draining == {"at-two"}

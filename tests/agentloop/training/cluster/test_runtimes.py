@@ -401,7 +401,7 @@ async def test_runtimes_that_disagree_without_a_majority_are_an_error(folder: Pa
     first, odd = Player("one"), Player("odd")
     odd.checksum = "another"
     async with playing(first, odd) as runtimes:
-        with pytest.raises(ServerError, match="disagree about the weights 0"):
+        with pytest.raises(ServerError, match="disagree about version 0"):
             await synced(runtimes, folder)
 
 

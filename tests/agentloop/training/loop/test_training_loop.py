@@ -65,12 +65,12 @@ async def test_reported_waits_name_what_is_waited_for(tmp_path: Path) -> None:
         return await run_group(prompt, name=name, **options)
 
     async def people(loop: TrainingLoop) -> None:
-        loop.pause()
+        loop.control.pause()
         await eventually(
             lambda: ("the next task", "the run to be resumed (paused)") in watch.reported
         )
         assert not any("slot" in kind for _, kind in watch.reported)
-        loop.pause(False)
+        loop.control.pause(False)
 
     await run_loop(
         tmp_path,
@@ -136,16 +136,16 @@ async def test_paused_run_starts_no_groups_until_it_is_resumed(
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) == num_first)  # as many as there are slots
-        loop.pause()
+        loop.control.pause()
         assert loop.view()["paused"]
         run_group.let_end(1, num_first)
-        await eventually(lambda: loop.step == max_staleness + 1)
+        await eventually(lambda: loop.view()["step"] == max_staleness + 1)
         await wait_until_settled()
         assert len(run_group.names) == num_first
         run_group.let_end()
         await wait_until_settled()
-        assert (loop.step, len(run_group.names)) == (max_staleness + 1, num_first)
-        loop.pause(False)
+        assert (loop.view()["step"], len(run_group.names)) == (max_staleness + 1, num_first)
+        loop.control.pause(False)
         await eventually(lambda: len(run_group.names) > num_first)
         assert not loop.view()["paused"]
         await anyio.sleep_forever()
@@ -174,12 +174,12 @@ async def test_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: P
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await was_called.wait()
-        loop.pause()
+        loop.control.pause()
         has_capacity.set()
         await wait_until_settled()
         assert run_group.names == []
         assert loop.view()["slots_used"] == 0
-        loop.pause(False)
+        loop.control.pause(False)
         await anyio.sleep_forever()
 
     learner, *_ = await run_loop(
@@ -200,11 +200,11 @@ async def test_pause_does_not_count_as_a_stall(
     moved: list[int] = []
 
     async def meanwhile(loop: TrainingLoop) -> None:
-        loop.pause()
+        loop.control.pause()
         await wait_until_settled()
-        monkeypatch.setattr(loop._control.watch, "moved", lambda: moved.append(1), raising=False)
+        monkeypatch.setattr(loop.control.watch, "moved", lambda: moved.append(1), raising=False)
         await eventually(lambda: len(moved) > 3)
-        loop.pause(False)
+        loop.control.pause(False)
         await anyio.sleep_forever()
 
     await run_loop(tmp_path, meanwhile=meanwhile, steps=1)
@@ -227,7 +227,7 @@ async def test_paused_run_filters_no_further_tasks(
     class Pausing(FakeRollouts):
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
             if len(self.names) + 1 == num_filtered:
-                loops[0].pause()
+                loops[0].control.pause()
             return await super().__call__(prompt, **options)
 
     run_group = Pausing()
@@ -235,14 +235,14 @@ async def test_paused_run_filters_no_further_tasks(
     async def meanwhile(loop: TrainingLoop) -> None:
         loops.append(loop)
         if not num_filtered:
-            loop.pause()
-        await eventually(lambda: loop.is_paused and len(run_group.names) == num_filtered)
+            loop.control.pause()
+        await eventually(lambda: loop.control.is_paused and len(run_group.names) == num_filtered)
         await wait_until_settled()
         assert len(run_group.names) == num_filtered
         if drained:
-            loop.drain()
+            loop.control.drain()
         else:
-            loop.pause(False)
+            loop.control.pause(False)
         await anyio.sleep_forever()
 
     settings: dict[str, Any] = {"stages": stages}
@@ -274,8 +274,8 @@ async def test_drained_run_resumes_and_trains_on_each_group_once(
     async def meanwhile(loop: TrainingLoop) -> None:
         await eventually(lambda: len(run_group.names) >= num_begun)
         if paused:
-            loop.pause()
-        loop.drain()
+            loop.control.pause()
+        loop.control.drain()
         assert loop.view()["draining"]
         run_group.let_end(num_begun + 1)
         await anyio.sleep_forever()
@@ -320,8 +320,8 @@ async def test_run_drained_in_one_stage_does_not_begin_another(tmp_path: Path) -
     stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
 
     async def meanwhile(loop: TrainingLoop) -> None:
-        await eventually(lambda: loop.step == 1)
-        loop.drain()
+        await eventually(lambda: loop.view()["step"] == 1)
+        loop.control.drain()
         await anyio.sleep_forever()
 
     first, _, run = await run_loop(

@@ -143,7 +143,9 @@ class Repeated:
     @asynccontextmanager
     async def start(self, record: LearnerRecord) -> AsyncIterator[Replayer]:
         self.learners.append(record)
-        yield Replayer(Lineage(record.settings["seed"]), max_tokens=100)
+        yield Replayer(
+            Lineage(LearnerSettings.model_validate(record.settings).seed), max_tokens=100
+        )
 
     async def all_of(self, run: Path, first: int = 1, last: int | None = None) -> bool:
         async with Replay.open(run) as replay:

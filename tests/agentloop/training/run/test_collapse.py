@@ -314,17 +314,6 @@ def test_resumed_run_reaches_the_same_verdict() -> None:
         )
 
 
-def test_undone_steps_are_ignored() -> None:
-    """After a collapse and a resume from step 500 there is no alarm, although the file has both
-    histories."""
-    rows = the_papers()
-    again = [row(step, 0.7) for step in range(501, 530)]
-    collapse = Collapse.replay(SETTINGS, rows, step=500)
-    assert not [first for first in again if collapse.observe(first)]
-    collapse = Collapse.replay(SETTINGS, [*rows, *again], step=529)
-    assert not collapse.observe(row(530, 0.7))
-
-
 def test_rows_of_other_things_are_passed_over() -> None:
     rows = series(100, lambda step: row(step, 0.6))
     remaining = [{"step": first["step"], "held_out/reward": 0.0} for first in rows]

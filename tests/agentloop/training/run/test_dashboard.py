@@ -79,6 +79,7 @@ class PlayedLoop:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_busy = self.is_draining = False
+        self.control = self
 
     def pause(self, paused: bool = True) -> None:
         self.asked.append("pause" if paused else "resume")

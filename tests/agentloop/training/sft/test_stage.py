@@ -23,8 +23,8 @@ from agentloop.models import SMALL
 from agentloop.training.learner_client.client import spawn_here
 from agentloop.training.plan.settings import TrainSettings, fine_tuning
 from agentloop.training.run.folder import RunFolder
-from agentloop.training.sft import DialoguesSettings
 from agentloop.training.sft import stage as sft_stage
+from agentloop.training.sft.fine_tuning import DialoguesSettings
 from agentloop.training.sft.run import DialogueTraining
 from agentloop.training.sft.stage import FineTuning
 
