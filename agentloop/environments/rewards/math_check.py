@@ -192,6 +192,8 @@ def _numeric_eq(grader: Any, original: Callable[..., bool]) -> Callable[..., boo
             if gold.is_Integer or answer.is_Integer:
                 is_rounded = False
             size = max(abs(gold.evalf(numeric_precision)), abs(answer.evalf(numeric_precision)))
+            if not size.is_finite:  # or infinity would be close to every number
+                return False
             tolerance = TOLERANCE if is_rounded else Fraction(1, 10**12)
             return bool(abs(difference) <= sympy.Rational(tolerance) * size)
         except Exception:  # symbols have no size; sympy raises anything
