@@ -197,8 +197,11 @@ def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
             messages, tools = row.get("messages"), _tools_of(row)
             if not isinstance(messages, list) or not messages:
                 raise DataError(f"{where}: field 'messages': expected a list of messages")
-            if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
-                raise DataError(f"{where}: field 'tools': expected a list of schemas")
+            if not isinstance(tools, list) or not all(map(_is_schema, tools)):
+                raise DataError(
+                    f"{where}: field 'tools': expected a list of functions, each with a name, and "
+                    "with parameters that are an object"
+                )
             yield Dialogue(messages, tools, where)
     taught = lessons(settings.teacher, levels=settings.levels, seed=settings.seed)
     for number, row in enumerate(taught, 1):
@@ -211,6 +214,15 @@ def _tools_of(row: Mapping[str, object]) -> object:
     if isinstance(functions, list) and not row.get("tools"):
         return [{"type": "function", "function": function} for function in functions]
     return row.get("tools") or []
+
+
+def _is_schema(tool: object) -> bool:
+    function = (tool.get("function") or tool) if isinstance(tool, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, Mapping)
+    )
 
 
 def trajectories_of(
