@@ -53,7 +53,9 @@ class RunSettings(pydantic.BaseModel):
 
     folder: Path = pydantic.Field(Path("runs"), description="Folder that contains all runs.")
     name: str = pydantic.Field(
-        "", pattern=r"^[\w.-]*$", description="Name of this run. By default, the time of its start."
+        "",
+        pattern=r"^(\w[\w.-]*)?$",
+        description="Name of this run. By default, the time of its start.",
     )
 
 
