@@ -51,6 +51,7 @@ _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[a-zA-Z]))", re.ASCII)
 _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:[cdkm]m|ft|in|yd|km/h|mph|dollars?|USD)\s*(?:\^\s*\{?[23]\}?)?$"
 )
+_WORD = re.compile(r"[A-Za-z][a-z]{2,}")
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.])", re.ASCII)
 _BASE = re.compile(
     r"(?<![\w.\\])(?:(?P<digits>\d[\da-zA-Z]*)|\((?P<enclosed>\d[\da-zA-Z]*)\))\s*"
@@ -164,13 +165,12 @@ def is_equal(gold: str, answer: str) -> bool:
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     _compare_numbers_by_size()
+    gold, answer = (_UNIT.sub("", plain(text)) for text in (gold, answer))
+    if _WORD.fullmatch(gold) and _WORD.fullmatch(answer):  # to math-verify, products of letters
+        return gold.casefold() == answer.casefold()
     # Box both, so that math-verify parses the whole text and not just a number in it.
     parsed_gold, parsed_answer = (
-        parse(
-            rf"\boxed{{{_UNIT.sub('', plain(text))}}}",
-            [LatexExtractionConfig()],
-            parsing_timeout=None,
-        )
+        parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
         for text in (gold, answer)
     )
     return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
