@@ -107,8 +107,16 @@ class _ToolCall(pydantic.BaseModel):
     function: _Function = pydantic.Field(default_factory=_Function)
 
 
+def _joined(content: object) -> object:
+    """Return the text of an answer in parts, of which some are thoughts, as Mistral's are."""
+    if not isinstance(content, list):
+        return content
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(str(part.get("text")) for part in parts)
+
+
 class _Message(pydantic.BaseModel):
-    content: ValidText | None = None
+    content: Annotated[ValidText | None, pydantic.BeforeValidator(_joined)] = None
     reasoning_content: ValidText | None = None  # used by SGLang, DeepSeek and agentloop
     reasoning: ValidText | None = None  # used by vLLM and OpenRouter
     tool_calls: list[_ToolCall] | None = None
@@ -313,7 +321,9 @@ class OpenAIClient:
             except ServerUnavailable as unavailable:
                 error = unavailable
             except ValueError as malformed:
-                error = ServerUnavailable(f"{self._where}: not a chat completion: {malformed}")
+                error = ServerUnavailable(
+                    f"{self._where}: not a chat completion: {malformed}: {_message(answer)}"
+                )
             if tries == self._settings.max_tries:
                 raise error
             await anyio.sleep(delay_s(tries, requested_s, draw.random()))
