@@ -540,6 +540,8 @@ def reward_of(value: object, weights: Mapping[str, float]) -> Reward:
         return plain_reward(value)
     if isinstance(value, Mapping):
         parts = plain_reward(Reward(None, None, "", value)).parts
+        if not parts:
+            raise ValueError("the reward: expected at least one part")
         if unknown := weights.keys() - parts.keys():
             raise ValueError(
                 f"weights: {', '.join(sorted(unknown))}: the reward has no such part; its parts: "

@@ -23,7 +23,7 @@ from agentloop.agent.formats.values import decode_arguments
 from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
 from agentloop.environments.endpoint import Endpoint
-from agentloop.errors import InfrastructureFailed, ServerError, culprit
+from agentloop.errors import InfrastructureFailed, PromptTooLong, ServerError, culprit
 from agentloop.events import (
     CallFinished,
     CallStarted,
@@ -235,12 +235,18 @@ class _Conversation:
     async def _from_endpoint(self, endpoint: Endpoint, index: int, turn: Turn) -> Message:
         turn.servers.append(endpoint.url)
         self.emit(TurnPlaced(self.record.id, index, endpoint.url, _NO_CHOICE))
-        completion = await endpoint.complete(
-            [_as_sent(message) for message in self.record.messages],
-            tools=self.tools.schemas,
-            max_tokens=self.budget.max_turn_tokens,
-            seed=self.seed,
-        )
+        try:
+            completion = await endpoint.complete(
+                [_as_sent(message) for message in self.record.messages],
+                tools=self.tools.schemas,
+                max_tokens=self.budget.max_turn_tokens,
+                seed=self.seed,
+            )
+        except PromptTooLong:
+            if not index:  # the task's own fault, not of what the player has said
+                raise
+            turn.end, self.cut = TurnEnd.LENGTH, StopReason.TOKEN_BUDGET
+            return {"role": "assistant", "content": ""}
         before, added = self.num_tokens if index else 0, completion.num_tokens
         self.num_tokens = None if before is None or added is None else before + added
         turn.text = completion.text

@@ -7,6 +7,7 @@ number of requests in flight is bounded.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -18,13 +19,23 @@ import httpx
 import orjson
 import pydantic
 
-from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
+from agentloop.errors import (
+    PromptTooLong,
+    RequestError,
+    ServerRefused,
+    ServerUnavailable,
+    SettingsError,
+)
 from agentloop.inference.proxies import proxy_for
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.trajectory import StopReason, TurnEnd
 
 _BUSY = (408, 409, 425, 429)
+# How OpenAI, Anthropic, SGLang, vLLM, llama.cpp and Google say it.
+_TOO_LONG = re.compile(
+    r"context.(?:length|window|size)|prompt is too long|maximum number of tokens", re.IGNORECASE
+)
 _MAX_ERROR_CHARS = 300  # quoted of an error's body
 _CLOSE_S = 5.0
 BACKOFF_S = 1.0  # before the second attempt; it doubles with each further one
@@ -107,8 +118,16 @@ class _ToolCall(pydantic.BaseModel):
     function: _Function = pydantic.Field(default_factory=_Function)
 
 
+def _joined(content: object) -> object:
+    """Return the text of an answer in parts, of which some are thoughts, as Mistral's are."""
+    if not isinstance(content, list):
+        return content
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(str(part.get("text")) for part in parts)
+
+
 class _Message(pydantic.BaseModel):
-    content: ValidText | None = None
+    content: Annotated[ValidText | None, pydantic.BeforeValidator(_joined)] = None
     reasoning_content: ValidText | None = None  # used by SGLang, DeepSeek and agentloop
     reasoning: ValidText | None = None  # used by vLLM and OpenRouter
     tool_calls: list[_ToolCall] | None = None
@@ -313,7 +332,9 @@ class OpenAIClient:
             except ServerUnavailable as unavailable:
                 error = unavailable
             except ValueError as malformed:
-                error = ServerUnavailable(f"{self._where}: not a chat completion: {malformed}")
+                error = ServerUnavailable(
+                    f"{self._where}: not a chat completion: {malformed}: {_message(answer)}"
+                )
             if tries == self._settings.max_tries:
                 raise error
             await anyio.sleep(delay_s(tries, requested_s, draw.random()))
@@ -379,7 +400,7 @@ class OpenAIClient:
         if status in (401, 403):
             raise SettingsError(f"{self._prefix}api_key: {description}")
         if status in (400, 413, 422):
-            raise RequestError(description)
+            raise (PromptTooLong if _TOO_LONG.search(message) else RequestError)(description)
         if status == 404 and not urlsplit(self._where).path.endswith("/v1"):
             raise SettingsError(
                 f"{self._prefix}url: {self._where} has no chat completions: "

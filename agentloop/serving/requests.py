@@ -382,9 +382,12 @@ def _convert_integral_floats(value: Any, error: pydantic.ValidationError) -> Non
 
 
 def _error_message(error: pydantic.ValidationError, value: object) -> str:
-    """Describe the error with the longest path: among a union's branches, the most specific one."""
+    """Describe the error of the branch of a union that was meant: that with the longest path, and
+    of those one that is no wrong type."""
     problems = [(_path(problem, value), problem) for problem in error.errors(include_url=False)]
-    path, problem = max(problems, key=lambda item: len(item[0]))
+    path, problem = max(
+        problems, key=lambda item: (len(item[0]), not item[1]["type"].endswith("_type"))
+    )
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     return f"{field}: {problem['msg']}"
 

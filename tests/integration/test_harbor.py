@@ -162,6 +162,7 @@ def test_additions_stay_unless_they_replace_what_the_image_has(path: str, is_kep
     [
         ("echo 0.25 > $L/reward.txt", 0.25),
         ('echo \'{"reward": 0.5, "speed": 2}\' > $L/reward.json', 0.5),
+        ("echo {} > $L/reward.json", 0),
         ("echo nan > $L/reward.txt", 0),
         ("echo yes > $L/reward.txt", 0),
         ("yes > $L/reward.txt & sleep 0.2", 0),

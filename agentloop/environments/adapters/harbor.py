@@ -27,6 +27,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Set
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import pydantic
@@ -285,7 +286,7 @@ def _parse(name: str, text: str) -> tuple[float, Mapping[str, float]]:
         value, parts = float(text), {}
     else:
         parts = pydantic.TypeAdapter(dict[str, float]).validate_json(text)
-        value = parts["reward"] if "reward" in parts else sum(parts.values()) / len(parts)
+        value = parts["reward"] if "reward" in parts else fmean(parts.values())
     if not all(map(math.isfinite, (value, *parts.values()))):
         raise ValueError(f"{value} is not finite")
     return value, parts

@@ -33,6 +33,25 @@ _MARKS = [
     )
 ]
 _MINUS = re.compile(r"[\u2212\ufe63\uff0d]|(?<!\d)[\u2010\u2011\u2013]|[\u2010\u2011\u2013](?!\d)")
+_UNICODE = str.maketrans(
+    {
+        "\u00b2": "^{2}",
+        "\u00b3": "^{3}",
+        "\u00bd": r"\frac{1}{2}",
+        "\u00bc": r"\frac{1}{4}",
+        "\u00be": r"\frac{3}{4}",
+        "\N{FRACTION SLASH}": "/",
+        "\N{INFINITY}": r"\infty ",
+        "\N{DEGREE SIGN}": r"^{\circ}",
+        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},  # of full width
+    }
+)
+_ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[a-zA-Z]))", re.ASCII)
+# Those that math-verify does not know.
+_UNIT = re.compile(
+    r"(?<=[\d}])\s*(?:[cdkm]m|ft|in|yd|km/h|mph|dollars?|USD)\s*(?:\^\s*\{?[23]\}?)?$"
+)
+_WORD = re.compile(r"[A-Za-z][a-z]{2,}")
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.])", re.ASCII)
 _BASE = re.compile(
     r"(?<![\w.\\])(?:(?P<digits>\d[\da-zA-Z]*)|\((?P<enclosed>\d[\da-zA-Z]*)\))\s*"
@@ -57,12 +76,13 @@ _LITERAL = re.compile(r"([+-]?)(0[xX][\da-fA-F]+|0[bB][01]+|0[oO][0-7]+)", re.AS
 
 
 def plain(text: str) -> str:
-    """Return the text without the marks around it, such as `**` and `$`, and with minus signs,
-    degrees, powers of ten and numbers of other bases as LaTeX has them."""
+    """Return the text without the marks around it, such as `**` and `$`, and with signs of Unicode,
+    powers of ten and numbers of other bases as LaTeX has them."""
     text = text.strip()
     while match := next((m for m in (mark.fullmatch(text) for mark in _MARKS) if m), None):
         text = match[1].strip()
-    text = _MINUS.sub("-", text.removesuffix(".")).replace("\N{DEGREE SIGN}", r"^{\circ}")
+    text = _MINUS.sub("-", text.removesuffix(".")).translate(_UNICODE)
+    text = _ROOT.sub(r"\\sqrt{\1\2}", text)
     text = _EXPONENT.sub(r"\1\\cdot10^{\2}", text)
     return _BASE.sub(_in_base_ten, text) if "_" in text or "base" in text else text
 
@@ -145,9 +165,12 @@ def is_equal(gold: str, answer: str) -> bool:
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     _compare_numbers_by_size()
+    gold, answer = (_UNIT.sub("", plain(text)) for text in (gold, answer))
+    if _WORD.fullmatch(gold) and _WORD.fullmatch(answer):  # to math-verify, products of letters
+        return gold.casefold() == answer.casefold()
     # Box both, so that math-verify parses the whole text and not just a number in it.
     parsed_gold, parsed_answer = (
-        parse(rf"\boxed{{{plain(text)}}}", [LatexExtractionConfig()], parsing_timeout=None)
+        parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
         for text in (gold, answer)
     )
     return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
@@ -192,6 +215,8 @@ def _numeric_eq(grader: Any, original: Callable[..., bool]) -> Callable[..., boo
             if gold.is_Integer or answer.is_Integer:
                 is_rounded = False
             size = max(abs(gold.evalf(numeric_precision)), abs(answer.evalf(numeric_precision)))
+            if not size.is_finite:  # or infinity would be close to every number
+                return False
             tolerance = TOLERANCE if is_rounded else Fraction(1, 10**12)
             return bool(abs(difference) <= sympy.Rational(tolerance) * size)
         except Exception:  # symbols have no size; sympy raises anything

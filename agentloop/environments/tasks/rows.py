@@ -249,7 +249,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                     try:
                         # Not orjson, which reads long integers as floats: answers may be long.
                         yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         if is_first and (format := _format_of(path)):
                             raise DataError(f"{path}: {format}; {_WANTED}") from error
                         wanted = f"; {_WANTED}" if is_first else ""

@@ -144,6 +144,8 @@ def problem_text(prompt: str | Sequence[Message]) -> str:
 
 def level_of(level: object, where: str) -> int:
     """Parse a number or text such as "Level 5"; return 0 if there is none."""
+    if isinstance(level, float):  # from a column of integers with missing values, which are NaN
+        level = None if math.isnan(level) else int(level) if level.is_integer() else level
     if level is None or level == "":
         return 0
     try:

@@ -40,7 +40,9 @@ class RunSettings(pydantic.BaseModel, extra="forbid", frozen=True):
 
     folder: Path = pydantic.Field(Path("runs"), description="Folder that contains all runs.")
     name: str = pydantic.Field(
-        "", pattern=r"^[\w.-]*$", description="Name of this run. By default, the time of its start."
+        "",
+        pattern=r"^(\w[\w.-]*)?$",
+        description="Name of this run. By default, the time of its start.",
     )
 
 

@@ -54,6 +54,7 @@ from agentloop.training.sft.trained_messages import (
     check_said,
     check_weight,
     is_trained,
+    tools_of,
 )
 from agentloop.trajectory import Message, ToolCall, Trajectory, Turn, TurnEnd
 
@@ -174,23 +175,13 @@ def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
             if is_recorded(row):
                 yield Dialogue([], [], where, recorded_rollout(row, where))
                 continue
-            messages, tools = row.get("messages"), _tools_of(row)
+            messages = row.get("messages")
             if not isinstance(messages, list) or not messages:
                 raise DataError(f"{where}: field 'messages': expected a list of messages")
-            if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
-                raise DataError(f"{where}: field 'tools': expected a list of schemas")
-            yield Dialogue(messages, tools, where)
+            yield Dialogue(messages, tools_of(row, where), where)
     taught = lessons(settings.teacher, levels=settings.levels, seed=settings.seed)
     for number, row in enumerate(taught, 1):
         yield Dialogue(row["messages"], row["tools"], f"the teacher's dialogue {number}")
-
-
-def _tools_of(row: Mapping[str, object]) -> object:
-    """Return a line's schemas of tools, also those of the older form (`functions`)."""
-    functions = row.get("functions")
-    if isinstance(functions, list) and not row.get("tools"):
-        return [{"type": "function", "function": function} for function in functions]
-    return row.get("tools") or []
 
 
 def trajectories_of(

@@ -1,4 +1,4 @@
-"""Checks of what a message of a dialogue says about training and about itself. Pure."""
+"""Checks of a dialogue's tools, and of what a message says about training and itself. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
-from agentloop.errors import RequestError
+from agentloop.agent.tools import Schema
+from agentloop.errors import DataError, RequestError
 from agentloop.trajectory import Message
 
 # What the assistant said besides the content and its calls.
 _SAID = ("reasoning_content", "thinking", "reasoning_details", "refusal", "audio")
+
+
+def tools_of(row: Mapping[str, object], where: str) -> list[Schema]:
+    """Return a line's schemas of tools, also those of the older form (`functions`).
+
+    Raises:
+        DataError: they are not a list of functions, each with a name.
+    """
+    functions, tools = row.get("functions"), row.get("tools") or []
+    if isinstance(functions, list) and not tools:
+        tools = [{"type": "function", "function": function} for function in functions]
+    if not isinstance(tools, list) or not all(map(_is_schema, tools)):
+        raise DataError(
+            f"{where}: field 'tools': expected a list of functions, each with a name, and with "
+            "parameters that are an object"
+        )
+    return tools
+
+
+def _is_schema(tool: object) -> bool:
+    function = (tool.get("function") or tool) if isinstance(tool, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, Mapping)
+    )
 
 
 def is_trained(index: int, message: Message) -> bool:

@@ -294,6 +294,15 @@ async def test_what_cuts_off_a_message_ends_the_conversation(
     assert (trajectory.stop_reason, trajectory.answer) == (stop_reason, "It is")
 
 
+async def test_conversation_that_fills_the_context_has_ended() -> None:
+    error = {"message": "This model's maximum context length is 100 tokens."}
+    full, answer = Answer(400, {"error": error}), calls(("c", "double", '{"number": 1}'))
+    record, trajectory, _ = await play_endpoint(answer, full, tools=[double])
+    assert (trajectory.stop_reason, record.may_count) == (StopReason.TOKEN_BUDGET, True)
+    with pytest.raises(RequestError, match="maximum context length"):  # the task's own fault
+        await play_endpoint(full, tools=[double])
+
+
 async def test_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:
     async with FakeEndpoint().serving() as fake:
         against, _ = played_by(endpoint(fake, max_requests=0))

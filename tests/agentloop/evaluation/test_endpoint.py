@@ -140,6 +140,13 @@ async def test_request_without_an_answer_is_an_infrastructure_failure() -> None:
     assert sample.trajectories[0].turns == []
 
 
+async def test_what_an_endpoint_says_in_place_of_an_answer_is_told() -> None:
+    answer = Answer(200, {"error": {"message": "no credits", "code": 402}})
+    async with FakeEndpoint(deque([answer])).serving() as fake:
+        (sample,) = await sampled(fake, max_tries=1)
+    assert (sample.trajectories[0].error or "").endswith("choices: Field required: no credits")
+
+
 async def test_slow_answer_is_an_infrastructure_failure() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         (sample,) = await sampled(fake, max_tries=1, timeout_s=0.05)
@@ -283,6 +290,13 @@ def test_reasoning_comes_before_the_answer(field: str) -> None:
     completion = parse_completion(json.dumps({"choices": [{"message": message}]}).encode())
     assert completion.text == "<think>perhaps \\boxed{1}</think>\nIt is \\boxed{2}."
     assert final_answer(completion.text) == "2"
+
+
+def test_answer_may_be_in_parts() -> None:
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    parts = [thought, {"type": "text", "text": "It is "}, {"type": "text", "text": "4."}]
+    body = {"choices": [{"message": {"content": parts}}]}
+    assert parse_completion(json.dumps(body).encode()).text == "It is 4."
 
 
 def test_tool_calls_have_ids_and_json_arguments() -> None:

@@ -377,6 +377,7 @@ def test_values_that_an_environment_may_return(value: Any, reward: float | None)
         (-1e160, "the reward: .* got -1e[+]160"),
         (10**400, "the reward: "),
         (Decimal("sNaN"), "the reward: "),
+        ({}, "the reward: expected at least one part"),
         ({"x": None}, "part 'x': .* got None"),
         ({"x": float("inf")}, "part 'x': .* got inf"),
         (Reward(float("inf"), None, ""), "reward: .* got inf"),

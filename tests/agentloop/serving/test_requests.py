@@ -311,7 +311,7 @@ def test_every_parameter_is_documented() -> None:
         (body(n=1000), "n: "),
         (body(temperature=3), "temperature: "),
         (body(max_tokens=0), "max_tokens: "),
-        (body(stop=["a"] * 5), "stop: "),
+        (body(stop=["a"] * 5), "stop: List should have at most 4 items"),
         (body(stop=""), "stop: "),
         (body(stop=["a", ""]), r"stop\[1\]: "),
         (body(stop=5), "stop: "),

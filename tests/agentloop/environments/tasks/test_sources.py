@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -162,9 +163,15 @@ def test_bad_row_is_named(tmp_path: Path, row: Any, problem: str) -> None:
 
 def test_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"problem": "x?", "answer": 1}\n\n{"problem"\n')
-    with pytest.raises(DataError, match=re.escape(f"{path}: line 3: not JSON")):
-        opened(path)
+    for line in (b'{"problem"', b"[" * 100_000):
+        path.write_bytes(b'\xef\xbb\xbf{"problem": "x?", "answer": 1}\n\n' + line + b"\n")
+        with pytest.raises(DataError, match=re.escape(f"{path}: line 3: not JSON")):
+            opened(path)
+
+
+@pytest.mark.parametrize(("level", "number"), [(2.0, 2), (math.nan, 0), ("Level 3", 3)])
+def test_level_may_be_a_float_as_from_pandas(tmp_path: Path, level: Any, number: int) -> None:
+    assert only_task(tmp_path, {"problem": "1+1?", "answer": 2, "level": level}).level == number
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

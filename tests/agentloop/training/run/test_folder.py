@@ -235,3 +235,9 @@ async def test_run_with_steps_of_fine_tuning_exists(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"run\.name: a run already exists"):
         async with RunFolder.open(tmp_path / "run", ""):
             pass
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", " ", "-x"])
+def test_name_of_a_run_is_one_folder_in_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        RunSettings(name=name)

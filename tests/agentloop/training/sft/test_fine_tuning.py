@@ -287,6 +287,8 @@ def of(*messages: Any) -> dict[str, Any]:
         (["a"], "line 3: expected an object"),
         ({}, "line 3: field 'messages': expected a list"),
         ({**of(USER, ANSWER), "tools": ["look"]}, "line 3: field 'tools': expected a list"),
+        ({**of(USER, ANSWER), "tools": [{"function": "look"}]}, "line 3: field 'tools': "),
+        ({**of(USER, ANSWER), "tools": [{"name": "look", "parameters": 1}]}, "field 'tools': "),
         (of(USER), "field 'messages': the last message must be the assistant's"),
         (of(USER, ANSWER, USER), "the last message must be the assistant's"),
         (of(ANSWER), "messages: at least one message is required"),
