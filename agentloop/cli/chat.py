@@ -56,19 +56,6 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 
-__all__ = [
-    "Conversations",
-    "Transcript",
-    "add_task_argument",
-    "ask",
-    "main",
-    "play",
-    "reward_in_words",
-    "settings_of",
-    "task_of",
-]
-
-
 _ENDINGS = {
     StopReason.TURN_BUDGET: "the turn budget is used up",
     StopReason.TOKEN_BUDGET: "the token budget is used up",

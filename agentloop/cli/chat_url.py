@@ -21,8 +21,6 @@ from agentloop.inference.proxies import proxy_for
 from agentloop.plain_json import JsonObject, loads
 from agentloop.trajectory import Message
 
-__all__ = ["RunningService"]
-
 _READ_S = 600.0  # for the next chunk: tools run in between
 _CONNECT_S = 10.0
 _MAX_ERROR_CHARS = 300

@@ -37,21 +37,6 @@ if TYPE_CHECKING:
 
     from agentloop.runtime import Runtime, Settings
 
-__all__ = [
-    "Lines",
-    "add_settings_arguments",
-    "interruptible",
-    "loading",
-    "open_runtime",
-    "print_json",
-    "print_table",
-    "printable",
-    "run",
-    "settings_text",
-    "split_settings",
-]
-
-
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 

@@ -36,8 +36,6 @@ from agentloop.errors import AgentLoopError, DataError
 from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.status import count_of
 
-__all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
-
 SETS = {
     "dapo-en": (14_116, "DAPO-Math-17k in English: open-r1/DAPO-Math-17k-Processed, en"),
     "aime-2024": (30, "AIME 2024 I and II"),

@@ -28,8 +28,6 @@ from agentloop.models import SMALL
 from agentloop.training.sft.run import model_folder
 from agentloop.trajectory import Message
 
-__all__ = ["DataReport", "check_data"]
-
 _NUM_PROMPTS = 3
 _NUM_NAMED = 10  # problems of a kind that the text shows
 

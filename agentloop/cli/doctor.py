@@ -24,8 +24,6 @@ from agentloop.launch.machine import examine, report
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
-__all__ = ["Diagnosis", "DoctorSettings", "diagnose", "main"]
-
 _QUESTION = "What is 37 times 48?"
 _RESPONSE = "1776\n"
 _ARGUMENTS = {"code": "for n in [37]:\n    print(n * 48)", "timeout_s": 5}

@@ -24,8 +24,6 @@ from agentloop.launch.settings import EnvironmentRunSettings
 from agentloop.sandbox import SandboxError
 from agentloop.training.run.folder import require_new
 
-__all__ = ["Findings", "check_start"]
-
 
 class Findings:
     """Reasons for which a run would be refused, and parts that it would lack here."""

@@ -30,8 +30,6 @@ from agentloop.launch.machine import require_servers
 from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.folder import RunFolder, config_of
 
-__all__ = ["main"]
-
 _ENDPOINT_S = 10.0  # in which an endpoint must list its models, in a dry run
 
 

@@ -27,8 +27,6 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Progress, Runtime
 from agentloop.trajectory import Message
 
-__all__ = ["PlaySettings", "check_player", "playing"]
-
 
 class PlaySettings(AskSettings):
     """The settings of an environment, with an endpoint that may play in place of the model."""

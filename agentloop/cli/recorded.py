@@ -22,8 +22,6 @@ from agentloop.errors import DataError, summary_of
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Scores", "dialogues", "score"]
-
 
 @dataclass
 class Scores:

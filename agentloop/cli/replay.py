@@ -24,8 +24,6 @@ from agentloop.training.run.folder import config_of
 from agentloop.training.run.token_difference import TokenDifferences
 from agentloop.training.sft.run import require_learner
 
-__all__ = ["replay"]
-
 
 async def replay(run: Path, steps: tuple[int, int] | None) -> int:
     """Repeat the steps of a run, print how they compare, and return the exit status.

@@ -10,8 +10,6 @@ from agentloop.training.plan.resources import Plan, num_trained
 from agentloop.training.plan.settings import lends_memory
 from agentloop.training.run.status import count_of
 
-__all__ = ["report"]
-
 
 def report(plan: Plan) -> str:
     """Return the estimates and warnings, one per line."""

@@ -14,8 +14,6 @@ from agentloop.launch.progress import ProgressLine
 from agentloop.training.run.folder import config_of
 from agentloop.training.sft.run import SftSettings, model_folder, require_learner, sft
 
-__all__ = ["load_run_settings", "main"]
-
 S = TypeVar("S", bound=pydantic.BaseModel)
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from agentloop.cli import console
 from agentloop.training.recovery.respawn import is_child, run_with_restarts
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(

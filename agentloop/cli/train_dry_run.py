@@ -22,8 +22,6 @@ from agentloop.training.run.status import count_of
 from agentloop.training.sft.stage import check_teachers
 from agentloop.training.wiring import open_tasks
 
-__all__ = ["print_plan"]
-
 
 async def print_plan(
     settings: TrainSettings, shapes: list[str], *, is_new: bool, as_json: bool = False

@@ -21,8 +21,6 @@ from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.recovery.position import Phase, Position, Stages, display_path
 from agentloop.training.wiring import train
 
-__all__ = ["run"]
-
 _QUESTION = "What is 37 times 48?"
 
 

@@ -36,19 +36,6 @@ from agentloop.training.learner_client.settings import LearnerSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "PACKED",
-    "arguments",
-    "attention_by_sample",
-    "flash_runs_on",
-    "gpu_has_kernel",
-    "has_state",
-    "packed_attention",
-    "register",
-    "state_arguments",
-    "why_not_shared",
-]
-
 PACKED = "packed"
 """Name of the implementation here, which a model passes the segments of a micro-batch."""
 

@@ -28,19 +28,6 @@ from safetensors.numpy import load, save
 
 from agentloop.learner.errors import BatchError
 
-__all__ = [
-    "Array",
-    "Batch",
-    "MicroBatch",
-    "PackedSegment",
-    "make_micro_batch",
-    "normalized_weights",
-    "parts",
-    "paths",
-    "plan",
-    "shared_prefixes",
-]
-
 Array = np.ndarray
 _TYPES = {
     "ids": np.int32,

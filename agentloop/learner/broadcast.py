@@ -36,8 +36,6 @@ from agentloop.training.learner_client.protocol import (
 from agentloop.training.weight_sync.checksums import Tensor, checksum, parts_of
 from agentloop.training.weight_sync.layout import Layout
 
-__all__ = ["Broadcaster"]
-
 _ASKED = ("model_type", "num_attention_heads", "num_key_value_heads", "dtype")
 _MAX_THREADS = 16
 _WATCHDOG_SLACK_S = 60.0  # NCCL's watchdog would end the process: let our own timeout come first

@@ -33,8 +33,6 @@ from agentloop.learner.policy import Counters, Policy
 from agentloop.learner.world import BackgroundTask
 from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = ["SavedState", "Saver", "load_checkpoint", "read_state"]
-
 _STATE = "state.json"
 _TAG = "zero"
 _CONVERTED = ("num_ranks", "zero_stage")

@@ -13,15 +13,6 @@ from __future__ import annotations
 
 from agentloop.errors import AgentLoopError
 
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "GradientError",
-    "ProcessGroupError",
-    "RankError",
-    "WriteError",
-]
-
 
 class RankError(AgentLoopError):
     """Base class of the learner's errors; by itself, a request that cannot be carried out."""

@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 
 from agentloop.learner.errors import WriteError
 
-__all__ = ["appear", "fresh_partial", "partial_of", "remove_partial", "writing"]
-
 
 def partial_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")

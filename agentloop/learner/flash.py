@@ -27,8 +27,6 @@ from torch.autograd.function import FunctionCtx
 from agentloop.learner.batch import PackedSegment, paths
 from agentloop.learner.world import to_device
 
-__all__ = ["attend", "edges_of"]
-
 _FORWARD = torch.ops.aten._flash_attention_forward
 _BACKWARD = torch.ops.aten._flash_attention_backward
 _FEWEST = 2  # With a limit of one query the kernel's sums have another shape.

@@ -25,8 +25,6 @@ from agentloop.learner.head import Scores
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["ForwardComparison", "Scorer", "compare", "depends_on_longest"]
-
 _LENGTHS = (24, 9, 15)
 _NUM_SHARED = 6  # first tokens that the second and the third sample share
 # Mean differences of log-probabilities and entropies, divided by their size. A model is refused

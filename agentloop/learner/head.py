@@ -20,8 +20,6 @@ from agentloop.training.learner_client.settings import LearnerSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Head", "Scores", "compile_layers", "kept_scores_of", "scores_of", "uses_compiler"]
-
 Scores: TypeAlias = tuple[Tensor, Tensor]
 """Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
-__all__ = ["adapted_layers", "adapters_off", "add_adapters", "delta"]
-
 _NAME = "lora"
 
 

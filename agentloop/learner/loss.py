@@ -21,18 +21,6 @@ from torch import Tensor
 
 from agentloop.training.learner_client.settings import LossSettings
 
-__all__ = [
-    "LossInput",
-    "cispo_objective",
-    "clipped_objective",
-    "gspo_ratio",
-    "importance_weight",
-    "k3",
-    "policy_loss",
-    "ratio_of",
-    "supervised_loss",
-]
-
 # exp(20) is 5e8: beyond any clip, and it avoids an overflow into 0 * inf.
 _MAX_LOG_RATIO = 20.0
 

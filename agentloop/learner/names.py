@@ -24,8 +24,6 @@ from agentloop.learner.lora import adapted_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Conversion", "conversions_of", "named_tensors", "shape_of"]
-
 Values: TypeAlias = dict[str, Tensor]
 """Tensors by name."""
 

@@ -10,8 +10,6 @@ from torch.nn.utils import get_total_norm
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.settings import LearnerSettings
 
-__all__ = ["adamw", "batch_operations", "deepspeed_config"]
-
 
 def adamw(scorer: torch.nn.Module, settings: LearnerSettings) -> torch.optim.AdamW:
     """Return AdamW over what is trained; norms and biases do not decay."""

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from agentloop.learner.world import DeviceMemory, World
 from agentloop.training.learner_client.settings import LearnerSettings
 
-__all__ = ["PassSize", "tokens_that_fit"]
-
 _MOST_TOKENS = 65_536
 _SHARE = 0.8  # of the memory; allocations of other sizes leave some of the rest unused
 

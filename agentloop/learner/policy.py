@@ -63,8 +63,6 @@ from agentloop.training.learner_client.settings import LearnerSettings, LoraSett
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Counters", "Policy", "TokenScorer", "config_of", "load_model"]
-
 Metrics: TypeAlias = dict[str, int | float | None]
 """Metrics of a step by name; None: not finite, or it does not apply."""
 

@@ -62,8 +62,6 @@ from agentloop.training.learner_client.protocol import (
     encode,
 )
 
-__all__ = ["SOCKET_VARIABLE", "ControlChannel", "serve"]
-
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 _MAX_LINE = 1 << 20
 _POLL_S = 0.5  # between checks of a checkpoint that is being written

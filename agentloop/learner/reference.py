@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from agentloop.learner.world import World
 
-__all__ = ["Reference"]
-
 
 class Reference:
     """The reference policy, on this rank."""

@@ -22,8 +22,6 @@ from agentloop.learner.errors import BatchError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RoutingReplay"]
-
 # Routers of transformers that return (logits, weights, experts) of tokens, where the weights are
 # the softmax over all experts, at those chosen.
 _ROUTERS = ("Qwen3MoeTopKRouter",)

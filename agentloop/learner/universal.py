@@ -18,8 +18,6 @@ from agentloop.learner.errors import CheckpointError, WriteError
 from agentloop.learner.files import writing
 from agentloop.learner.policy import Policy
 
-__all__ = ["convert", "load", "remove"]
-
 _STATES = ("fp32", "exp_avg", "exp_avg_sq")
 _WEIGHTS = 3  # the stage that partitions the weights, too
 

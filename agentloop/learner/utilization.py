@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Work", "peak_tflops"]
-
 # Dense bfloat16, 10^12 operations a second, from the vendors' data sheets. The first name found in
 # the device's name wins.
 _PEAKS = {

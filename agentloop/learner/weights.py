@@ -36,15 +36,6 @@ from agentloop.training.learner_client.protocol import PublishReply, Reply
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-__all__ = [
-    "PublishedTensor",
-    "Shard",
-    "gather_values",
-    "publish",
-    "split",
-    "trained_tensors",
-]
-
 _FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
 

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from agentloop.learner.errors import RankError
 
-__all__ = ["BackgroundTask", "Clock", "DeviceMemory", "World", "made_with", "to_device"]
-
 T = TypeVar("T")
 
 _BEATS_PER_TIMEOUT = 4

@@ -14,8 +14,6 @@ from agentloop.cli import console
 from agentloop.cli.env.scaffold import files
 from agentloop.errors import SettingsError
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(

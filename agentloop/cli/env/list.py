@@ -8,8 +8,6 @@ from dataclasses import asdict
 from agentloop.cli import console
 from agentloop.environments.registry import GROUP, registered
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(

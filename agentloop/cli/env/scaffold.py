@@ -7,8 +7,6 @@ from string import Template
 from agentloop.distribution import NAME
 from agentloop.environments.registry import GROUP
 
-__all__ = ["files"]
-
 _PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]

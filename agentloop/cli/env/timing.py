@@ -23,8 +23,6 @@ from agentloop.events import (
     TurnStarted,
 )
 
-__all__ = ["Activity", "Span", "Timeline", "seconds_by_activity"]
-
 
 class Activity(StrEnum):
     """An activity of a rollout; earlier ones hide later ones at the same time."""

@@ -42,8 +42,6 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.run.status import count_of
 from agentloop.trajectory import Trajectory
 
-__all__ = ["TrySettings", "main"]
-
 
 class TrySettings(PlaySettings):
     """The settings of `agentloop env try`, on top of those of a runtime."""

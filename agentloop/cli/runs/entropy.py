@@ -49,8 +49,6 @@ from agentloop.training.run.folder import RunFolder, config_of
 from agentloop.training.run.status import count_of
 from agentloop.trajectory import Trajectory
 
-__all__ = ["EntropySettings", "main"]
-
 _NUM_TOKENS = 20  # of each kind
 _SPACE = "\N{OPEN BOX}"
 

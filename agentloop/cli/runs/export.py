@@ -35,8 +35,6 @@ from agentloop.launch.progress import ProgressLine
 from agentloop.models.folder import INDEX, MANIFEST, copy_others, tensor_files, true_config
 from agentloop.plain_json import JsonObject
 
-__all__ = ["ModelSource", "export", "find", "main"]
-
 Dtype = Literal["bfloat16", "float32"]
 
 _NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}

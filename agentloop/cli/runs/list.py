@@ -19,8 +19,6 @@ from agentloop.errors import RunFolderError
 from agentloop.launch.progress import ProgressLine
 from agentloop.rollouts.metrics import mean, percent
 
-__all__ = ["main"]
-
 _STYLES = {
     str(RunState.RUNNING): "green",
     str(RunState.STOPPED): "yellow",

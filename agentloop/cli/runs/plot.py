@@ -14,8 +14,6 @@ from agentloop.analysis.plots import PANELS, plot_runs
 from agentloop.cli import console
 from agentloop.launch.progress import ProgressLine
 
-__all__ = ["main"]
-
 _DEFAULT_OUT = (Path("plots.png"), Path("plots.svg"))
 
 

@@ -36,8 +36,6 @@ from agentloop.training.run.folder import RunFolder, config_of
 from agentloop.training.run.learning import headline
 from agentloop.training.run.status import count_of
 
-__all__ = ["ViewSettings", "main"]
-
 _NUM_EXPORTED = 500
 
 

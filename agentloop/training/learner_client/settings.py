@@ -7,20 +7,6 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
-__all__ = [
-    "InitSettings",
-    "LearnerSettings",
-    "LoraSettings",
-    "LossSettings",
-    "Objective",
-    "OptimizerSettings",
-    "RlLearnerSettings",
-    "RlLossSettings",
-    "SftLearnerSettings",
-    "SftOptimizerSettings",
-    "TrainingSettings",
-]
-
 Objective = Literal["grpo", "gspo", "cispo", "sft"]
 _Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 

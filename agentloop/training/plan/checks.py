@@ -19,8 +19,6 @@ from agentloop.training.plan.settings import TrainSettings
 from agentloop.training.sft.run import model_folder, require_learner
 from agentloop.training.weight_sync.process_group import GROUP_TIMEOUT_S
 
-__all__ = ["check_settings", "require_machine"]
-
 _MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
 _MAX_KEPT_IDS_OF_ROLLOUT = 1 << 23  # 32 MiB of the learner's memory
 

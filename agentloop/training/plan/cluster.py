@@ -57,17 +57,6 @@ from agentloop.training.learner_client.launch import RanksSettings, starts
 from agentloop.training.plan.resources import Machine, plan, this_machine
 from agentloop.training.plan.settings import TrainSettings, fine_tuning, with_server_options
 
-__all__ = [
-    "ClusterPlan",
-    "OnCluster",
-    "cluster_problems",
-    "nodes_from",
-    "on_cluster",
-    "on_hosts",
-    "plan_on_cluster",
-    "plan_when_placed",
-]
-
 _SHAPE = re.compile(
     r"(?P<nodes>\d+)x(?P<cpus>\d+)(,(?P<gpus>\d+)(x(?P<gib>\d+))?)?(,(?P<ram>\d+))?"
 )

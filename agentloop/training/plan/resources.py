@@ -55,19 +55,6 @@ from agentloop.training.learner_client.settings import RlLearnerSettings, Traini
 from agentloop.training.plan.settings import TrainSettings, lends_memory, serves_on_gpus
 from agentloop.training.run.status import count_of
 
-__all__ = [
-    "Disk",
-    "LearnerMemory",
-    "Machine",
-    "ModelShape",
-    "Plan",
-    "ServerMemory",
-    "learner_memory",
-    "num_trained",
-    "plan",
-    "this_machine",
-]
-
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
 _BYTES_PER_TRAJECTORY_TOKEN = 30  # in trajectories/*.jsonl

@@ -24,15 +24,6 @@ from agentloop.training.sft.run import model_folder
 from agentloop.training.sft.stage import FineTuning, SftStageSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 
-__all__ = [
-    "TrainSettings",
-    "fine_tuning",
-    "learner_settings",
-    "lends_memory",
-    "serves_on_gpus",
-    "with_server_options",
-]
-
 MEMORY_SAVER = "--enable-memory-saver"  # of SGLang
 _RETURN_EXPERTS = "--enable-return-routed-experts"  # of SGLang
 
