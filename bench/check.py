@@ -106,7 +106,7 @@ _LEARNER = ["--tokens", "4096", "--threads", "1", "--rounds", "3"]
 CHECKS: dict[str, Check] = {
     "router": Check(
         ["bench.router", "--servers", "8", "--seeds", "1,2,3", "--policies",
-         "static,sticky_least_loaded,cache_aware,kv"],
+         "thunder_agent,cache_aware,kv"],
         _router,
     ),
     "async_training": Check(
