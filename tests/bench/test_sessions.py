@@ -16,8 +16,8 @@ async def test_length_of_a_history_does_not_change_what_is_encoded(protocol: str
         talk = Talk(http, endpoint.url, protocol)
         await talk.open()
         for _ in range(20):
-            before = endpoint.tokenizer.num_chars
+            before = endpoint.num_chars
             await talk.ask()
-            counts.append(endpoint.tokenizer.num_chars - before)
+            counts.append(endpoint.num_chars - before)
     assert len(endpoint.begun) == sum(map(len, endpoint.engine.took_s.values())) == 20
     assert 0 < min(counts[1:]) == max(counts[1:])
