@@ -26,7 +26,10 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench.sandbox import BenchFigures
 
 __all__ = ["CHECKS", "Check", "fallen", "main", "medians", "to_toml"]
 
@@ -83,9 +86,11 @@ def _async_training(rows: Any) -> Figures:
     }
 
 
-def _sandbox(figures: Any) -> Figures:
+def _sandbox(figures: BenchFigures) -> Figures:
     (run,) = figures["runs"]
-    return {"calls per CPU second, of the plain floor's": 1 / run["times_the_floor"]["plain"]}
+    times = run["times_the_floor"]["plain"]
+    assert times is not None
+    return {"calls per CPU second, of the plain floor's": 1 / times}
 
 
 def _learner(figures: Any) -> Figures:
