@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Lines",
     "add_settings_arguments",
+    "at_least",
     "interruptible",
     "loading",
     "open_runtime",
@@ -102,6 +103,17 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into files and overrides; an override contains an equals sign."""
     files = [argument for argument in arguments if "=" not in argument]
     return files, [argument for argument in arguments if "=" in argument]
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what parses an integer, for argparse."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least {least}")
+        return int(text)
+
+    return number
 
 
 def settings_text(model: type[pydantic.BaseModel]) -> str:
