@@ -47,7 +47,7 @@ def kill(process: ServerProcess) -> None:
 
 async def test_rollouts_survive_the_death_of_their_server(tmp_path: Path) -> None:
     """The length of each reply of this model, and its ids, are known beforehand."""
-    from tests import countdown_model  # needs numpy, which comes with SGLang
+    from bench import countdown_model  # needs numpy, which comes with SGLang
 
     countdown_model.save(tmp_path / "model")
     rng = random.Random(4)

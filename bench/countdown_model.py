@@ -56,11 +56,12 @@ def countdown(length: int) -> list[int]:
     return list(range(length - 1, -1, -1))
 
 
-def save(folder: Path) -> None:
-    """Write config and weights (about 4 MB) into a new folder."""
+def save(folder: Path) -> Path:
+    """Write config and weights (about 4 MB) into a new folder, and return it."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     save_file(_weights(), folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def _weights() -> dict[str, np.ndarray]:
