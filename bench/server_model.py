@@ -5,7 +5,7 @@ tokens; first come, first served; admission by the pool's free tokens less the e
 running requests, times a ratio that falls with each step and rises after a retraction; a prefix
 cache that evicts the least recently used leaves first; retraction when a step does not fit (fewest
 outputs first, then longest prompts), of as many as the next step needs, as in 0.5.23, or of half,
-as rStar2-Agent observed. docs/benchmarks.md says how the model compares with real servers.
+as rStar2-Agent observed.
 
 With `host_capacity`, what runs is also written to the host's memory, and what the device has
 evicted is loaded from there instead of computed, as by SGLang's hierarchical cache; simplified:
