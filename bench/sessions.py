@@ -1,7 +1,7 @@
 """Benchmark of sessions: what the endpoint adds to a request for a message of the model.
 
     python -m bench.sessions                     256 sessions, 128 requests per second
-    python -m bench.sessions --rate 300 --protocol responses
+    python -m bench.sessions --rate 300
     python -m bench.sessions history             what a history of 4 to 800 messages costs
 
 Three parts are kept apart. The endpoint is this process, with sessions as environments have them.
@@ -42,21 +42,20 @@ from agentloop.sandbox.openapi import add_routes
 from agentloop.serving.answering import Answering
 from agentloop.serving.bare_model import SESSION_ROUTES, BareModel
 from agentloop.serving.error_responses import ErrorResponses
-from agentloop.serving.protocols.messages.answers import MessageAnswer
-from agentloop.serving.protocols.responses.stream import ResponseObject
 from agentloop.serving.schemas import ChatCompletion
 from agentloop.trajectory import TurnEnd
 
-PROTOCOLS = ("chat/completions", "responses", "messages")
 _LENGTHS = (4, 50, 200, 800)
 _NEAR = 6  # requests that are measured from each length on
 _TEXT = "The result of the last step was as expected, and the next one follows from it. " * 2
 _CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "print(37 * 48)"}}\n</tool_call>'
-_SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}}
-_FUNCTION: dict[str, object] = {
-    "name": "run",
-    "description": "Run a program.",
-    "parameters": _SCHEMA,
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "description": "Run a program.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}},
+    },
 }
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -162,10 +161,10 @@ class Endpoint:
 
 
 class Talk:
-    """A conversation with a session, in one protocol."""
+    """A conversation with a session."""
 
-    def __init__(self, http: ClientSession, url: str, protocol: str) -> None:
-        self._http, self._url, self._protocol = http, url, protocol
+    def __init__(self, http: ClientSession, url: str) -> None:
+        self._http, self._url = http, url
         self.history: list[object] = []
         self.session = self.name = ""
 
@@ -180,44 +179,14 @@ class Talk:
 
     async def ask(self) -> None:
         """Ask for the next message, and add it to the history with the result of its call."""
-        body: dict[str, object] = {"model": "small"}
-        match self._protocol:
-            case "chat/completions":
-                tool: dict[str, object] = {"type": "function", "function": _FUNCTION}
-                body |= {"messages": self.history, "tools": [tool]}
-            case "responses":
-                body |= {"input": self.history, "tools": [{"type": "function", **_FUNCTION}]}
-            case _:
-                tool = {"name": "run", "input_schema": _SCHEMA}
-                body |= {"messages": self.history, "max_tokens": 1000, "tools": [tool]}
-        async with self._http.post(f"{self.session}/v1/{self._protocol}", json=body) as response:
+        body = {"model": "small", "messages": self.history, "tools": [_TOOL]}
+        async with self._http.post(f"{self.session}/v1/chat/completions", json=body) as response:
             data = await response.read()
             assert response.status == 200, data
-        self._extend(data)
-
-    def _extend(self, body: bytes) -> None:
-        match self._protocol:
-            case "chat/completions":
-                completion: ChatCompletion = json.loads(body)
-                message = completion["choices"][0]["message"]
-                call_id = message["tool_calls"][0]["id"]
-                self.history += [
-                    message,
-                    {"role": "tool", "content": _TEXT, "tool_call_id": call_id},
-                ]
-            case "responses":
-                response: ResponseObject = json.loads(body)
-                items, call_id = response["output"], response["output"][-1]["call_id"]
-                result = {"type": "function_call_output", "output": _TEXT, "call_id": call_id}
-                self.history += [*items, result]
-            case _:
-                answer: MessageAnswer = json.loads(body)
-                blocks = answer["content"]
-                result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": _TEXT}
-                self.history += [
-                    {"role": "assistant", "content": blocks},
-                    {"role": "user", "content": [result]},
-                ]
+        completion: ChatCompletion = json.loads(data)
+        message = completion["choices"][0]["message"]
+        call_id = message["tool_calls"][0]["id"]
+        self.history += [message, {"role": "tool", "content": _TEXT, "tool_call_id": call_id}]
 
 
 async def _generate_load(url: str, options: argparse.Namespace) -> None:
@@ -227,7 +196,7 @@ async def _generate_load(url: str, options: argparse.Namespace) -> None:
         pause_s = options.sessions / options.rate
 
         async def converse() -> None:
-            talk = Talk(http, url, options.protocol)
+            talk = Talk(http, url)
             due_s = time.perf_counter() + random.expovariate(1 / pause_s)
             for number in range(options.requests):
                 if number % options.turns == 0:
@@ -256,7 +225,7 @@ async def _measure(options: argparse.Namespace) -> None:
     assert len(took_s) == len(engine_s) == options.sessions * options.requests
     added = sorted(seconds - engine for (_, seconds), engine in zip(took_s, engine_s, strict=True))
     print(
-        f"{options.sessions} sessions, {options.protocol}, {len(added) / wall_s:.0f} requests/s of "
+        f"{options.sessions} sessions, {len(added) / wall_s:.0f} requests/s of "
         f"{options.rate:g} wanted; load average before {load:.1f}; {cpu_s / wall_s:.0%} of a core, "
         f"{cpu_s / len(added) * 1000:.2f} ms of CPU per request\n"
     )
@@ -267,7 +236,7 @@ async def _measure(options: argparse.Namespace) -> None:
 
 async def _run_load(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the load generator; return how long its requests took, by the names of sessions."""
-    names = ("sessions", "requests", "rate", "turns", "protocol")
+    names = ("sessions", "requests", "rate", "turns")
     more = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
     command = [sys.executable, "-m", "bench.sessions", "--load", endpoint.url, *more]
     durations: dict[str, list[float]] = json.loads(
@@ -309,7 +278,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="after which a session is closed")
     parser.add_argument("--rate", type=float, default=128.0, help="requests per second, of all")
     parser.add_argument("--rounds", type=int, default=5, help="of `history`")
-    parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0])
     parser.add_argument("--longest", type=int, default=800, help="history, of `history`")
     parser.add_argument("--engine-ms", type=float, default=20.0, help="what the engine takes")
     parser.add_argument("--load", help=argparse.SUPPRESS)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 from aiohttp import ClientSession
 
-from bench.sessions import PROTOCOLS, Endpoint, Talk
+from bench.sessions import Endpoint, Talk
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_length_of_a_history_does_not_change_what_is_encoded(protocol: str) -> None:
+async def test_length_of_a_history_does_not_change_what_is_encoded() -> None:
     endpoint = Endpoint(0.0)
     counts: list[int] = []
     async with endpoint.serving(), ClientSession() as http:
-        talk = Talk(http, endpoint.url, protocol)
+        talk = Talk(http, endpoint.url)
         await talk.open()
         for _ in range(20):
             before = endpoint.num_chars
