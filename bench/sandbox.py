@@ -53,9 +53,10 @@ import orjson
 
 from agentloop.sandbox import CallStatus, Pool, PoolSettings, slots
 from agentloop.sandbox.engine import connect
-from bench.command import numbers, say
+from bench.command import Lag, numbers, parser_for, say
 
 TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 4096
 TICK_S = os.sysconf("SC_CLK_TCK")
 
 # --- calls and their answers -------------------------------------------------------------------
@@ -174,10 +175,10 @@ class CodeJudgeAnswer(TypedDict):
 
 
 @asynccontextmanager
-async def open_code_judge(url: str, connections: int, pids: Sequence[int]) -> AsyncIterator[Target]:
+async def open_code_judge(url: str, pids: Sequence[int]) -> AsyncIterator[Target]:
     """Open a Code Judge on this machine."""
     timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=connections)
+    connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def ask(code: str) -> Answer:
@@ -335,10 +336,10 @@ class Load:
     num_calls: int
     concurrency: int | None = None
     rate: float | None = None
-    deadline_s: float = 600.0
+    deadline_s: float = 600.0  # calls that are unfinished then are lost
     answers: dict[int, Answer] = field(default_factory=dict)
     latency_s: dict[int, float] = field(default_factory=dict)
-    lags_s: list[float] = field(default_factory=list)
+    lag: Lag = field(default_factory=Lag)
     wrong: list[str] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     most_outstanding: int = 0
@@ -354,7 +355,7 @@ class Load:
         began = time.monotonic()
         with anyio.move_on_after(self.deadline_s):
             async with anyio.create_task_group() as watching:
-                watching.start_soon(self._watch_lag)
+                watching.start_soon(self.lag.measure)
                 watching.start_soon(self._show_progress)
                 async with anyio.create_task_group() as calling:
                     await (self._closed if self.rate is None else self._open)(calling)
@@ -407,12 +408,6 @@ class Load:
         answer.stdout = answer.stderr = ""
         self.answers[n] = answer
 
-    async def _watch_lag(self) -> None:
-        while True:
-            due = time.monotonic() + 0.01
-            await anyio.sleep(0.01)
-            self.lags_s.append(max(0.0, time.monotonic() - due))
-
     async def _show_progress(self) -> None:
         what = f"{self.target.name}, {self._title()}"
         every_s = 1 if sys.stderr.isatty() else 10
@@ -456,7 +451,7 @@ class Load:
             "queue_ms": _percentiles(queue),
             "run_ms": _percentiles([a.run_s for a in good if not math.isnan(a.run_s)]),
             "latency_ms": _percentiles(list(self.latency_s.values())),
-            "loop_lag_ms": _percentiles(self.lags_s),
+            "loop_lag_ms": _percentiles(self.lag.samples),
             "peak_memory_mib": round(peak_memory_mib()),
             "cpu_ms_per_call": cpu,
             "errors": dict(self.errors.most_common(5)),
@@ -482,18 +477,17 @@ async def bench(options: argparse.Namespace) -> BenchFigures:
         settings = PoolSettings.model_validate(options.pool)
         targets = [await stack.enter_async_context(open_pool(settings))]
         if options.against:
-            service = open_code_judge(options.against, options.connections, options.cpu_of)
+            service = open_code_judge(options.against, options.cpu_of)
             targets.append(await stack.enter_async_context(service))
         for target in targets:
             best = 0.0
             for concurrency in options.concurrency:
                 num = max(options.calls, concurrency) if target is targets[0] else options.calls
-                load = Load(target, options.mix, num, concurrency, deadline_s=options.deadline_s)
+                load = Load(target, options.mix, num, concurrency)
                 runs.append(await _one(load, options))
                 best = max(best, runs[-1]["calls_per_s"])
             for part in options.open:
                 load = Load(target, options.mix, options.calls, rate=best * part)
-                load.deadline_s = options.deadline_s
                 runs.append(await _one(load, options))
     return {"mix": options.mix, "pool": options.pool, "runs": runs}
 
@@ -559,11 +553,7 @@ def _pair(text: str) -> tuple[str, object]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sandbox",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("sandbox", __doc__)
     add = parser.add_argument
     add(
         "--concurrency",
@@ -579,19 +569,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--against", type=_code_judge, metavar="URL", help="a Code Judge to measure as well")
     add("--cpu-of", type=numbers, default=[], metavar="PID,...",
         help="process ids of that service, for its CPU time")  # fmt: skip
-    add(
-        "--connections",
-        type=int,
-        default=4096,
-        help="maximum number of concurrent connections to a service",
-    )
     add("--floor", type=int, default=300, help="calls per measurement of the floor")
-    add(
-        "--deadline-s",
-        type=float,
-        default=600.0,
-        help="deadline of a run; unfinished calls are lost",
-    )
     add("--json", type=Path, help="file for the figures")
     add("pool", nargs="*", type=_pair, metavar="key=value", help="settings of our pool")
     options = parser.parse_args(arguments)

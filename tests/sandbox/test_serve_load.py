@@ -51,7 +51,7 @@ async def test_pool_under_load_loses_nothing_and_is_right() -> None:
 async def test_code_judges_protocol_under_load(pool: Pool) -> None:
     async with (
         serving(pool, SandboxServeSettings(port=0)) as url,
-        open_code_judge(url, connections=16, pids=[]) as target,
+        open_code_judge(url, pids=[]) as target,
     ):
         figures = await Load(target, {"trivial": 1, "failing": 1}, 60, concurrency=20).run()
     assert (figures["lost"], figures["wrong"]) == (0, 0)
