@@ -174,7 +174,8 @@ def write_rows(
         raise DataError(f"{out}: cannot be replaced, since it is not a regular file")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if not must_exist:
+            out.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
             for row in rows:
                 file.write(dumps(row) + b"\n")

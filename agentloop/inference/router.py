@@ -139,7 +139,7 @@ class Router:
 
         Args:
             longest: Maximum number of response tokens of a rollout, which admission relies on.
-            reserve_tokens: As that of the constructor; only tests change it.
+            reserve_tokens: Tokens of KV cache for a turn until turns have ended; only tests set it.
 
         Raises:
             ServerUnavailable, ServerRefused: A server cannot be used.
