@@ -8,8 +8,8 @@
 of groups) with simulated parts around it, in virtual time: a learner that sleeps in proportion to
 the tokens of its batch, and models of servers (bench/virtual_servers.py). Rollouts are those of
 bench/router.py: turns of log-normal lengths with tools between them. New weights stop a server for
-`--load-s`; running requests are then recomputed, as with SGLang's pause by retraction. A token's id
-is the version that sampled it, so a batch shows its own staleness.
+ten seconds; running requests are then recomputed, as with SGLang's pause by retraction. A token's
+id is the version that sampled it, so a batch shows its own staleness.
 
 A regime is the ratio of the learner's time per step (learning and publishing) to the servers' time
 at full load: 0.5, 1 and 2. The bound by the busier side is the larger of
@@ -42,7 +42,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypedDict, TypeVar, cast
 
 import anyio
 
@@ -104,8 +104,6 @@ class Shape:
     publish_s: float = 10.0
     warm_up: int = 5
     steps: int = 13  # including the warm-up
-    evaluate_every: int = 0
-    enough: int = 0  # finished rollouts of a group after which the others are stopped; 0: never
 
     def group(self, seed: int, number: int) -> list[RolloutSpec]:
         """Return the rollouts of the group admitted as the `number`-th, the same for any
@@ -147,7 +145,6 @@ class Result:
 
     Attributes:
         bound_s: Bound by the busier side; see the module's docstring.
-        recompute_s: Recomputation per server of tokens cached before new weights.
         length: Mean number of tokens per sample.
         staleness: Number of samples by the versions that their oldest token is behind.
     """
@@ -158,7 +155,6 @@ class Result:
     step_s: float
     learner_s: float
     servers_s: float
-    recompute_s: float
     servers_idle: float
     learner_idle: float
     length: float
@@ -184,7 +180,6 @@ class _Mark:
     learner_s: float
     servers_s: float
     num_sampled: int
-    num_recomputed: int
 
 
 class _SleepingLearner:
@@ -210,7 +205,7 @@ class _SleepingLearner:
     async def restart(self) -> None:
         raise AssertionError("the learner is never lost")
 
-    async def _handle(self, request: Request[Any]) -> Reply:
+    async def _handle(self, request: Request[R]) -> Reply:
         match request:
             case StepRequest():
                 await self._step(request.batch)
@@ -243,7 +238,6 @@ class _SleepingLearner:
                 self._busy_s,
                 statistics.fmean(server.busy_s for server in self._servers),
                 sum(server.num_sampled for server in self._servers),
-                sum(server.num_recomputed for server in self._servers),
             )
         )
         if len(self.marks) == self._shape.steps:
@@ -347,7 +341,6 @@ def train(shape: Shape, regime: str, max_staleness: int, seed: int, at_best: Ful
     took_s = last.now_s - first.now_s
     learner_s = (last.learner_s - first.learner_s) / num_steps
     num_sampled = (last.num_sampled - first.num_sampled) / num_steps
-    num_recomputed = (last.num_recomputed - first.num_recomputed) / num_steps
     return Result(
         regime,
         max_staleness,
@@ -355,7 +348,6 @@ def train(shape: Shape, regime: str, max_staleness: int, seed: int, at_best: Ful
         step_s=took_s / num_steps,
         learner_s=learner_s,
         servers_s=num_sampled / at_best.tokens_per_s + shape.load_s,
-        recompute_s=num_recomputed * shape.params.prefill_s_per_token / shape.num_servers,
         servers_idle=1 - (last.servers_s - first.servers_s) / took_s,
         learner_idle=1 - (last.learner_s - first.learner_s) / took_s,
         length=TOKENS_PER_ID * statistics.fmean(learner.lengths),
@@ -373,7 +365,7 @@ async def _train(
         prompts_per_step=shape.prompts_per_step,
         group_size=shape.group_size,
         max_staleness=max_staleness,
-        evaluate_every=shape.evaluate_every,
+        evaluate_every=0,
         checkpoint_every=0,
         seed=seed,
     )
@@ -390,7 +382,7 @@ async def _train(
                     settings,
                     TaskSource.open(TasksSettings(kind="arithmetic", held_out=64)),
                     Rollouts(
-                        GroupRunner(servers, cast(Grader, _HalfCorrect()), enough=shape.enough),
+                        GroupRunner(servers, cast(Grader, _HalfCorrect())),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                     ),
@@ -420,8 +412,8 @@ async def _train(
 
 _HEAD = """\
 | regime | staleness | steps/h | to synchronous | s a step | bound s | to the bound | \
-recomputing s | servers idle | learner idle | tokens of a sample | staleness of samples |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+servers idle | learner idle | tokens of a sample | staleness of samples |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def table(results: Sequence[Result]) -> str:
@@ -452,7 +444,6 @@ def table(results: Sequence[Result]) -> str:
         rows.append(
             f"| {regime} | {max_staleness} | {3600 / median('step_s'):.2f} | {gain} | "
             f"{median('step_s'):.0f} | {median('bound_s'):.0f} | {to_bound:.2f} | "
-            f"{median('recompute_s'):.0f} | "
             f"{100 * median('servers_idle'):.0f}% | {100 * abs(median('learner_idle')):.0f}% | "
             f"{median('length'):,.0f} | "
             f"{_shares(mine)} |"
@@ -470,9 +461,19 @@ def _shares(results: Sequence[Result]) -> str:
 # --- the real thing -------------------------------------------------------------------------------
 
 
+class RealStep(TypedDict):
+    """What is read of a step's metrics."""
+
+    step_s: float
+    num_sampled_tokens: int
+    staleness_mean: float | None
+    staleness_max: int
+    reward: float | None
+
+
 def run_real(
     recipe: Path, model: str, max_staleness: int, steps: int, folder: Path, overrides: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> list[RealStep]:
     """Run `agentloop train` and return the metrics of its steps.
 
     Raises:
@@ -496,12 +497,12 @@ def run_real(
 
 
 _REAL_HEAD = """\
-| staleness | steps/h | to synchronous | s a step | waiting | learning | handing over | \
-tokens/s | staleness mean | max | reward, last quarter |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+| staleness | steps/h | to synchronous | s a step | tokens/s | staleness mean | max | \
+reward, last quarter |
+|---|---|---|---|---|---|---|---|"""
 
 
-def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
+def real_table(runs: dict[int, list[RealStep]], warm_up: int) -> str:
     """Return means over the counted steps as markdown.
 
     Steps of the warm-up do not count, nor the last ones, beside which no rollouts start any more.
@@ -510,18 +511,16 @@ def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
     for max_staleness, metrics in sorted(runs.items()):
         counted = metrics[warm_up : len(metrics) - max_staleness]
 
-        def mean(name: str, rows: Sequence[dict[str, Any]] = counted) -> float:
-            return statistics.fmean(row.get(name) or 0.0 for row in rows)
-
-        step_s = mean("step_s")
+        step_s = statistics.fmean(row["step_s"] for row in counted)
         alone = step_s if max_staleness == 0 else alone
         gain = f"{alone / step_s:.2f}" if alone else ""
-        tokens_per_s = mean("num_sampled_tokens") / step_s
-        reward = mean("reward", metrics[-max(1, len(metrics) // 4) :])
+        tokens_per_s = statistics.fmean(row["num_sampled_tokens"] for row in counted) / step_s
+        last = metrics[-max(1, len(metrics) // 4) :]
+        reward = statistics.fmean(row["reward"] or 0.0 for row in last)
+        staleness = statistics.fmean(row["staleness_mean"] or 0.0 for row in counted)
         rows.append(
             f"| {max_staleness} | {3600 / step_s:.0f} | {gain} | {step_s:.1f} | "
-            f"{mean('wait_s'):.1f} | {mean('learn_s'):.1f} | {mean('sync_s'):.1f} | "
-            f"{tokens_per_s:,.0f} | {mean('staleness_mean'):.2f} | "
+            f"{tokens_per_s:,.0f} | {staleness:.2f} | "
             f"{max(row['staleness_max'] for row in counted)} | {reward:.3f} |"
         )
     return "\n".join(rows)
@@ -540,26 +539,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--seeds", type=numbers, default=[1, 2, 3], help="seeds of the lengths, separated by commas"
     )
-    add("--servers", type=int, default=usual.num_servers)
-    add("--capacity", type=int, default=usual.params.capacity, help="KV tokens per server")
     add("--tasks", type=int, default=usual.prompts_per_step, help="groups per step")
     add("--group-size", type=int, default=usual.group_size)
-    add("--max-turns", type=int, default=usual.max_turns)
     add("--budget", type=int, default=usual.budget, help="maximum number of tokens of a rollout")
-    add("--load-s", type=float, default=usual.load_s, help="a server's pause for new weights")
-    add(
-        "--publish-s",
-        type=float,
-        default=usual.publish_s,
-        help="the learner's time to publish weights",
-    )
-    add("--evaluate-every", type=int, default=usual.evaluate_every, help="steps")
-    add(
-        "--enough",
-        type=int,
-        default=0,
-        help="finished rollouts after which the rest of a group is stopped",
-    )
     add("--steps", type=int, default=usual.steps, help="steps including the warm-up")
     real = commands.add_parser("real", help="agentloop train, on this machine")
     real.add_argument("--model", required=True, help="a folder, such as runs/latest/sft/model")
@@ -580,26 +562,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps <= args.warm_up + (args.command == "real") * max(args.staleness):
         parser.error("--steps: no steps are left after the warm-up and the last ones")
-    figures: Any
+    figures: object
     if args.command == "model":
         if unknown := set(args.regimes) - set(REGIMES):
             parser.error(f"no regime {sorted(unknown)}")
-        same = ("group_size", "max_turns", "budget", "load_s", "publish_s", "warm_up", "steps")
         shape = Shape(
-            num_servers=args.servers,
-            params=ServerParams(capacity=args.capacity),
             prompts_per_step=args.tasks,
-            **{name: getattr(args, name) for name in (*same, "evaluate_every", "enough")},
+            group_size=args.group_size,
+            budget=args.budget,
+            warm_up=args.warm_up,
+            steps=args.steps,
         )
         results = run_all(shape, args.regimes, args.staleness, args.seeds)
         print(table(results))
         figures = [asdict(result) | {"bound_s": result.bound_s} for result in results]
     else:
-        figures = {
+        steps = {
             age: run_real(args.recipe, args.model, age, args.steps, args.folder, args.overrides)
             for age in args.staleness
         }
-        print(real_table(figures, args.warm_up))
+        print(real_table(steps, args.warm_up))
+        figures = steps
     if args.out:
         args.out.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -40,7 +40,7 @@ from agentloop.agent.formats.values import Schemas
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.text_stream import TokenCodec
-from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.agent.tools import Arguments, RunTool, ToolOutput
 from agentloop.aio import collect_garbage_rarely, exempt_from_collection
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
@@ -48,7 +48,6 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
-from agentloop.plain_json import JsonObject
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import ToolCall, ToolCallStatus, Trajectory
 from bench.command import helper_process, quantile, say
@@ -73,13 +72,13 @@ class _Logged(SGLangServer):
     """Records the requests made by the rollout of the current task, in order."""
 
     async def generate(
-        self, ids: Sequence[int], params: dict[str, Any], *, rid: str, **options: Any
+        self, ids: Sequence[int], params: dict[str, object], *, rid: str, **options: Any
     ) -> None:
         _rids.get().append(rid)
         await super().generate(ids, params, rid=rid, **options)
 
 
-async def _latency(options: argparse.Namespace) -> dict[str, Any]:
+async def _latency(options: argparse.Namespace) -> dict[str, object]:
     chat = ChatFormat.load(SMALL)
     ending = [*chat.tokenizer.encode(CALL, add_special_tokens=False).ids, chat.end_id]
     load = ["bench.streaming", "--load", "--servers", "16"]
@@ -160,14 +159,14 @@ class _Slow(PythonCode):
     async def open(self) -> AsyncIterator[RunTool]:
         async with super().open() as run:
 
-            async def later(arguments: JsonObject, /) -> ToolOutput:
+            async def later(arguments: Arguments, /) -> ToolOutput:
                 await anyio.sleep(self.delay_s)
                 return await run(arguments)
 
             yield later
 
 
-async def _saving(options: argparse.Namespace) -> dict[str, Any]:
+async def _saving(options: argparse.Namespace) -> dict[str, object]:
     walls: dict[tuple[str, str], list[float]] = {}
     ids: dict[str, set[tuple[int, ...]]] = {}
     chat = ChatFormat.load(SMALL)

@@ -87,15 +87,15 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
 class TimedControl(ControlClient):
     """Records the times between a pause and its end."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        super().__init__(url, session)
         self.pauses: list[tuple[float, float]] = []
         self._paused_s = 0.0
 
-    async def post(self, path: str, *arguments: Any, **more: Any) -> Any:
+    async def post(self, path: str, body: object, *, timeout_s: float = TIMEOUT_S) -> Any:
         if path == "/pause_generation":
             self._paused_s = time.monotonic()
-        answer = await super().post(path, *arguments, **more)
+        answer = await super().post(path, body, timeout_s=timeout_s)
         if path == "/continue_generation":
             self.pauses.append((self._paused_s, time.monotonic()))
         return answer
@@ -104,15 +104,15 @@ class TimedControl(ControlClient):
 class TimedServer(SGLangServer):
     """Records its pauses; its requests ignore the end token."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, **more: Any) -> None:
-        super().__init__(url, session, **more)
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        super().__init__(url, session)
         self._control = self.timed = TimedControl(self.url, session)
 
     @property
     def pauses(self) -> list[tuple[float, float]]:
         return self.timed.pauses
 
-    async def generate(self, ids: Sequence[int], params: dict[str, Any], **more: Any) -> None:
+    async def generate(self, ids: Sequence[int], params: dict[str, object], **more: Any) -> None:
         await super().generate(ids, params | {"ignore_eos": True}, **more)
 
 
@@ -179,7 +179,7 @@ class Stream:
             if chunk.end is not None:
                 self.last = chunk
 
-        def on_placed(server: str, _: Any) -> None:
+        def on_placed(server: str, _: object) -> None:
             self.server = server
 
         name = f"{number}-{random.random()}"

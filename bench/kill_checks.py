@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import TaskSource
@@ -61,13 +61,58 @@ def played_problems(run: Path, usual: Path) -> Iterator[str]:
     yield from _differences(_figures(run), _figures(usual))
 
 
+class JournalGroup(TypedDict):
+    """A group's row in the journal."""
+
+    number: int
+    task: str  # its id
+    state: str
+    version: int
+    path: str | None
+    step: int | None
+    place: int
+
+
+class StepNotes(TypedDict):
+    """The version of the weights before a step."""
+
+    version: int
+
+
+class SavedCheckpoint(TypedDict):
+    """The content of a checkpoint's state.json."""
+
+    state: dict[str, int]
+    num_updates: int
+    digest: str  # of a played learner
+
+
+class RecordedTurn(TypedDict):
+    versions: list[dict[str, str]]
+    results: list[dict[str, str]]
+
+
+class RecordedTrajectory(TypedDict):
+    id: str
+    stop_reason: str
+    turns: list[RecordedTurn]
+
+
+class RecordedRollout(TypedDict):
+    """A row of a group's file."""
+
+    trajectory: RecordedTrajectory
+    reward: float | None
+    advantage: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Journal:
     """The raw content of queue.sqlite."""
 
-    groups: list[dict[str, Any]]
-    steps: dict[int, dict[str, Any]]  # notes by step
-    results: dict[int, dict[str, Any]]
+    groups: list[JournalGroup]
+    steps: dict[int, StepNotes]
+    results: dict[int, dict[str, float]]
 
     @classmethod
     def of(cls, run: Path) -> Journal:
@@ -82,7 +127,18 @@ class Journal:
         with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?{mode}", uri=True)) as db:
             db.row_factory = sqlite3.Row
             rows = db.execute("SELECT * FROM groups ORDER BY number").fetchall()
-            groups = [dict(row) | {"task": json.loads(row["task"])["id"]} for row in rows]
+            groups: list[JournalGroup] = [
+                {
+                    "number": row["number"],
+                    "task": json.loads(row["task"])["id"],
+                    "state": row["state"],
+                    "version": row["version"],
+                    "path": row["path"],
+                    "step": row["step"],
+                    "place": row["place"],
+                }
+                for row in rows
+            ]
             steps = db.execute("SELECT step, notes, result FROM steps ORDER BY step").fetchall()
         return cls(
             groups,
@@ -90,7 +146,7 @@ class Journal:
             {row["step"]: json.loads(row["result"]) for row in steps if row["result"]},
         )
 
-    def of_step(self, step: int) -> list[dict[str, Any]]:
+    def of_step(self, step: int) -> list[JournalGroup]:
         mine = [g for g in self.groups if g["step"] == step and g["state"] != "discarded"]
         return sorted(mine, key=lambda group: group["place"])
 
@@ -117,7 +173,7 @@ def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
                 yield f"step {step} trained on group {group['number']} of version {oldest}"
 
 
-def _versions(run: Path, group: Mapping[str, Any]) -> set[int]:
+def _versions(run: Path, group: JournalGroup) -> set[int]:
     """Return the versions of the weights that sampled the trained part of a group."""
     return {
         int(version)
@@ -127,15 +183,23 @@ def _versions(run: Path, group: Mapping[str, Any]) -> set[int]:
     }
 
 
-def _learned_rows(run: Path, group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = [] if group["path"] is None else lines(run / group["path"])
-    return [row for row in rows if row["advantage"] is not None]
+def recorded(run: Path, group: JournalGroup) -> list[RecordedRollout]:
+    """Return the rollouts in a group's file."""
+    if group["path"] is None:
+        return []
+    return [json.loads(line) for line in (run / group["path"]).read_bytes().splitlines()]
 
 
-def last_checkpoint(run: Path) -> dict[str, Any]:
-    """Return the content of its state.json."""
-    kept = [json.loads(path.read_bytes()) for path in run.glob("checkpoints/*/state.json")]
-    return max(kept, key=lambda checkpoint: int(checkpoint["state"]["step"]))
+def _learned_rows(run: Path, group: JournalGroup) -> list[RecordedRollout]:
+    return [row for row in recorded(run, group) if row["advantage"] is not None]
+
+
+def last_checkpoint(run: Path) -> SavedCheckpoint:
+    """Return the newest checkpoint."""
+    kept: list[SavedCheckpoint] = [
+        json.loads(path.read_bytes()) for path in run.glob("checkpoints/*/state.json")
+    ]
+    return max(kept, key=lambda checkpoint: checkpoint["state"]["step"])
 
 
 def _of_lineage(run: Path, journal: Journal) -> Iterator[str]:
@@ -185,7 +249,7 @@ def _leftovers(run: Path, settings: TrainSettings) -> Iterator[str]:
         yield f"weights of the versions {weights} are left"
 
 
-def _figures(run: Path) -> dict[str, dict[str, Any]]:
+def _figures(run: Path) -> dict[str, dict[str, object]]:
     """Return the metrics of each step that do not depend on time."""
     rows = lines(run / "metrics.jsonl")
     return {
@@ -199,7 +263,7 @@ def _figures(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def _differences(
-    figures: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Mapping[str, Any]]
+    figures: Mapping[str, Mapping[str, object]], usual: Mapping[str, Mapping[str, object]]
 ) -> Iterator[str]:
     for row in usual:
         names = usual[row].keys() | figures.get(row, {}).keys()

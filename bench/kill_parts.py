@@ -18,12 +18,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Self
+from types import SimpleNamespace, TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 import anyio
 from aiohttp import web
@@ -58,6 +58,9 @@ from agentloop.trajectory import (
 from bench.kill_learner import PID
 
 __all__ = ["STRUCK", "TICKS", "Fuse", "PlayedServer", "learner_of", "live", "serve", "strike"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TICKS = Path("logs/ticks")  # in the run's folder: number of effects so far
 STRUCK = Path("logs/struck")  # exists if something was killed in this life
@@ -164,10 +167,10 @@ class PlayedRuntime:
     """The part of `agentloop.runtime.Runtime` that training uses: the real router, no model."""
 
     pool = None
-    own_tools: Sequence[Any] = ()
+    own_tools: Sequence[object] = ()
     chat = SimpleNamespace(tokenizer=None)
 
-    def __init__(self, settings: Settings, **_: Any) -> None:
+    def __init__(self, settings: Settings, **_: object) -> None:
         self._settings = settings
         self._stack = AsyncExitStack()
 
@@ -178,20 +181,25 @@ class PlayedRuntime:
         self.router = await self._stack.enter_async_context(opened)
         return self
 
-    async def __aexit__(self, *exc_info: Any) -> bool | None:
-        return await self._stack.__aexit__(*exc_info)
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, traceback)
 
-    async def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+    async def prompt_ids(self, messages: Sequence[Message], tools: Sequence[object]) -> list[int]:
         """Return a prompt of the usual length."""
         return [0] * _NUM_PROMPT
 
-    session_listener: Any = None
+    session_listener = None
 
     async def listen_for_sessions(self) -> None:
         """Do nothing: the environments have no clients."""
 
     async def rollout(
-        self, messages: Sequence[Message], *, id: str, group: str, **_: Any
+        self, messages: Sequence[Message], *, id: str, group: str, **_: object
     ) -> Trajectory:
         """Run one conversation; for its `id`, see `agentloop.Agent`."""
         name, later = id.rsplit(".", 1)
@@ -328,9 +336,9 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     (run / TICKS).write_text(str(fuse.num_asked))
 
 
-def _asking(work: Any, fuse: Fuse, run: Path) -> Any:
+def _asking(work: Callable[P, Awaitable[T]], fuse: Fuse, run: Path) -> Callable[P, Awaitable[T]]:
     @functools.wraps(work)
-    async def do(*arguments: Any, **named: Any) -> Any:
+    async def do(*arguments: P.args, **named: P.kwargs) -> T:
         fuse.ask(run)
         result = await work(*arguments, **named)
         fuse.ask(run)
@@ -339,9 +347,9 @@ def _asking(work: Any, fuse: Fuse, run: Path) -> Any:
     return do
 
 
-def _asking_now(work: Any, fuse: Fuse, run: Path) -> Any:
+def _asking_now(work: Callable[P, T], fuse: Fuse, run: Path) -> Callable[P, T]:
     @functools.wraps(work)
-    def do(*arguments: Any, **named: Any) -> Any:
+    def do(*arguments: P.args, **named: P.kwargs) -> T:
         fuse.ask(run)
         result = work(*arguments, **named)
         fuse.ask(run)

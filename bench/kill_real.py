@@ -30,7 +30,7 @@ from random import Random
 from agentloop.environments.tasks.sources import Task
 from agentloop.training.learner_client.launch import free_port
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
-from bench.kill_checks import Journal, last_checkpoint, lines, problems, processes_left, tail
+from bench.kill_checks import Journal, last_checkpoint, problems, processes_left, recorded, tail
 
 __all__ = ["VICTIMS", "RealRun", "coin", "play_real"]
 
@@ -348,7 +348,7 @@ def of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
 def of_infrastructure(played: RealRun) -> Iterator[str]:
     """Check that broken rollouts have no reward and are not trained on."""
     for group in Journal.of(played.run).groups:
-        for row in lines(played.run / group["path"]) if group["path"] else ():
+        for row in recorded(played.run, group):
             trajectory = row["trajectory"]
             statuses = [
                 result["status"] for turn in trajectory["turns"] for result in turn["results"]

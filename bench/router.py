@@ -1,21 +1,20 @@
 """Simulation of placement policies on a batch of rollouts, in virtual time.
 
     python -m bench.router                                     4 servers, every policy, 3 seeds
-    python -m bench.router --servers 64 --groups 512 --policies static,sticky_least_loaded,kv
+    python -m bench.router --servers 64 --groups 512
     python -m bench.router --sessions runs/latest --capacity 65536 --policies kv,cache_aware
 
 Ledger, placement, queue and admission are those of the runtime; the servers are models
 (bench/server_model.py) and the clock is virtual. Every policy gets the same rollouts.
 
-`kv` queues requests until they fit and admits groups by capacity. The others send everything at
-once, which is all rollouts at the start, as gateways do; `--queue` gives them our queue and
-admission, which separates the effect of placement from that of waiting.
+`kv` queues requests until they fit and admits groups by capacity. `cache_aware` sends everything at
+once, which is all rollouts at the start, as gateways do.
 
 `cache_aware` is an emulation of the published behaviour of sglang-router 0.3.2 and smg 1.13, not
 those programs: it chooses the worker whose record of past prompts matches best (more than 0.3 of
 the prompt; else the one with the fewest requests), unless the numbers of requests in flight differ
 by more than 64 and by a factor of more than 1.5: then the one with the fewest. It knows what it
-sent, but nothing of the cache and its evictions. Their power_of_two is ours, with exact counts.
+sent, but nothing of the cache and its evictions.
 `thunder_agent` is bench/thunder_agent.py; `--host-cache` gives servers SGLang's hierarchical cache.
 
 `--sessions` replays recorded rollouts instead, token for token: a run's folder, or a JSONL file
@@ -50,16 +49,16 @@ from typing import Any
 from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.kv_ledger import KVLedger
-from agentloop.inference.scheduling.kv_policy import Costs
-from agentloop.inference.scheduling.length_predictor import LengthPredictor
+from agentloop.inference.scheduling.kv_policy import KVPolicy
 from agentloop.inference.scheduling.placement import PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Stage, Waiting, WaitQueue
 from bench.command import numbers, parser_for, quantile, words
-from bench.gateway_policies import POLICIES, GatewayPolicy, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
 from bench.thunder_agent import ThunderAgent
 
-EMULATED = ("cache_aware", ThunderAgent.name)
+POLICIES = (KVPolicy.name, ThunderAgent.name, "cache_aware")
+_TICK_S = 1.0  # between two reports, and two updates of the ledger
+_REPORT_LAG_S = 1.0
 _BINS = (2048, 4096, 8192)  # bounds of prompts' lengths
 _LABELS = ("first turn", *(f"later, under {bound}" for bound in _BINS), "later, longer")
 _MEDIAN_TURN = 900  # tokens; this gives about 5,000 per rollout in `make_trace`
@@ -168,16 +167,9 @@ class Options:
 
     num_servers: int = 4
     params: ServerParams = field(default_factory=ServerParams)
-    costs: Costs = field(default_factory=Costs)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
-    quantile: float = 0.4
-    starvation_threshold_s: float = 10.0
-    max_overtaken: int = 8
-    tick_s: float = 1.0  # between two reports, and two updates of the ledger
-    report_lag_s: float = 1.0
     budget: int = 12_288
     wait_timeout_s: float = 600.0
-    has_queue: bool = False  # queue and admission for every policy, not for `kv` alone
 
 
 @dataclass(slots=True)
@@ -188,19 +180,13 @@ class Result:
     seed: int
     makespan_s: float = 0.0
     goodput: float = 0.0  # sampled tokens of whole rollouts per second
-    makespan_90_s: float = 0.0  # until 90% of the rollouts were done
     num_retractions: int = 0
-    num_recomputed: int = 0  # tokens recomputed after retractions
     prefix_hits: float = 0.0  # fraction of the prompts' tokens that was cached
     ttft_p99_s: float = 0.0  # all turns; the first of a rollout counts from the run's start
-    turn_ttft_p99_s: float = 0.0  # turns after the first: from the tool's answer
     # Median and p90 of the first token's time: first turns, then later ones by prompt length.
     ttft_by_prompt_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_refused: int = 0
-    num_moves: int = 0
     bound_s: float = 0.0
-    choose_us: float = 0.0  # median
-    choose_p90_us: float = 0.0
     wall_s: float = 0.0
 
 
@@ -236,7 +222,6 @@ class _Rollout:
     turn: int = 0
     num_context: int = 0
     asked_s: float = 0.0
-    server: int = -1
 
 
 class Simulation:
@@ -246,28 +231,20 @@ class Simulation:
         self, trace: Sequence[RolloutSpec], policy: str, seed: int, options: Options
     ) -> None:
         self.options = options
-        self.policy = policy
         self.result = Result(policy, seed)
         self.ranks = [DataParallelRank(f"server{index}") for index in range(options.num_servers)]
         self.servers = [ServerModel(options.params) for _ in self.ranks]
-        self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
+        self.ledger = KVLedger()
         for rank in self.ranks:
             params = options.params
             self.ledger.add(rank, params.capacity, params.max_running, params.host_capacity)
         self.thunder = ThunderAgent(self.ledger) if policy == ThunderAgent.name else None
-        self.placement = self.thunder or make_policy(
-            policy if policy in POLICIES else "kv",
-            self.ledger,
-            costs=options.costs,
-            starvation_threshold_s=options.starvation_threshold_s,
-            seed=seed,
-        )
+        self.kv = KVPolicy(self.ledger, seed=seed)
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
-        self.holds_back = policy == "kv" or options.has_queue
-        self.queue: WaitQueue[_Rollout] = WaitQueue(
-            starvation_threshold_s=math.inf if self.thunder else options.starvation_threshold_s,
-            max_overtaken=len(trace) if self.thunder else options.max_overtaken,
-        )
+        self.holds_back = policy == KVPolicy.name
+        self.queue: WaitQueue[_Rollout] = WaitQueue()
+        if self.thunder:
+            self.queue = WaitQueue(starvation_threshold_s=math.inf, max_overtaken=len(trace))
         self.admission = Admission(options.admission, Forecast(longest=options.budget))
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -288,11 +265,8 @@ class Simulation:
         self._left = {group: len(specs) for group, specs in groups.items()}
         self._num_open = len(trace)
         self._ttft: list[float] = []
-        self._turn_ttft: list[float] = []
         self._ttft_by_prompt: dict[str, list[float]] = {label: [] for label in _LABELS}
-        self._ended_s: list[float] = []
         self._num_prompt = self._num_hit = 0
-        self._choose_s: list[float] = []
         self._next_place_s = 0.0
         self._dirty = False
         self._over: list[tuple[str, bool]] = []
@@ -301,7 +275,7 @@ class Simulation:
         """Run to the end and check that no rollout or token was lost."""
         started = time.perf_counter()
         self._start_groups()
-        self._at(self.options.tick_s, self._tick)
+        self._at(_TICK_S, self._tick)
         if self.thunder:
             self._at(self.thunder.period_s, self._pause_and_resume)
         while self._num_open:
@@ -317,19 +291,14 @@ class Simulation:
         assert all(pool.num_live == pool.num_reserved == 0 for pool in self.ledger.pools.values())
         result.makespan_s = self.now
         result.goodput /= max(self.now, 1e-9)  # a rollout may take no time at all
-        result.makespan_90_s = sorted(self._ended_s)[int(0.9 * (len(self._ended_s) - 1))]
         result.num_retractions = sum(server.num_retracted for server in self.servers)
         result.prefix_hits = self._num_hit / max(1, self._num_prompt)
         result.ttft_p99_s = quantile(self._ttft, 0.99)
-        result.turn_ttft_p99_s = quantile(self._turn_ttft, 0.99)
         result.ttft_by_prompt_s = {
             label: (quantile(times, 0.5), quantile(times, 0.9))
             for label, times in self._ttft_by_prompt.items()
             if times
         }
-        choices = sorted(self._choose_s)
-        result.choose_us = 1e6 * choices[len(choices) // 2]
-        result.choose_p90_us = 1e6 * choices[int(0.9 * (len(choices) - 1))]
         result.wall_s = time.perf_counter() - started
         return result
 
@@ -426,19 +395,14 @@ class Simulation:
             spec.group,
             spec.num_prompt,
         )
-        started = time.perf_counter()
         if self.cache_aware is not None:
             pools = self.ledger.pools.values()
-            chosen = self.cache_aware.choose(request, [pool.num_sequences for pool in pools])
+            return self.cache_aware.choose(request, [pool.num_sequences for pool in pools])
+        if self.thunder is not None:
+            rank = self.thunder.choose(request)
         else:
-            decision = self.placement.choose(request, self.ranks, now_s=self.now, waited_s=waited_s)
-            chosen = -1 if decision.rank is None else self._index[decision.rank]
-        self._choose_s.append(time.perf_counter() - started)
-        if self.options.has_queue and self.policy != "kv" and chosen >= 0:
-            pool = self.ledger.pools[self.ranks[chosen]]
-            need = pool.need(request.group, request.num_tokens, request.budget)
-            chosen = chosen if pool.fits(need) else -1
-        return chosen
+            rank = self.kv.choose(request, self.ranks, now_s=self.now, waited_s=waited_s).rank
+        return -1 if rank is None else self._index[rank]
 
     def _budget(self, rollout: _Rollout) -> int:
         used = rollout.num_context - rollout.spec.num_prompt
@@ -455,8 +419,6 @@ class Simulation:
             group=spec.group,
             num_shared=spec.num_prompt,
         )
-        self.result.num_moves += rollout.server not in (-1, index)
-        rollout.server = index
         self._jobs[name] = (rollout, 0)
         job = Job(
             name,
@@ -495,11 +457,8 @@ class Simulation:
         self._ttft.append(ttft)
         bin_of_prompt = 1 + bisect_right(_BINS, job.num_prompt) if rollout.turn else 0
         self._ttft_by_prompt[_LABELS[bin_of_prompt]].append(ttft)
-        if rollout.turn:
-            self._turn_ttft.append(ttft)
         self._num_prompt += job.num_prompt
         self._num_hit += job.num_cached
-        self.result.num_recomputed += job.num_recomputed
         rollout.num_context += turn.num_output + turn.num_tool
         if self.thunder:
             self.thunder.grow(rollout.key, turn.num_output - num_known)
@@ -514,11 +473,10 @@ class Simulation:
 
     def _finish(self, rollout: _Rollout, *, is_whole: bool) -> None:
         self.ledger.forget(rollout.key)
-        if isinstance(self.placement, GatewayPolicy):
-            self.placement.forget(rollout.key)
+        if self.thunder:
+            self.thunder.forget(rollout.key)
         self._over.append((rollout.key, is_whole))
         self._num_open -= 1
-        self._ended_s.append(self.now)
         if is_whole:
             self.result.goodput += rollout.spec.num_output
         self._left[rollout.spec.group] -= 1
@@ -540,8 +498,8 @@ class Simulation:
                     self._jobs[name] = (rollout, num_emitted)
         self._forecast_ends()
         reports = [server.report for server in self.servers]
-        self._at(self.now + self.options.report_lag_s, lambda: self._receive_reports(reports))
-        self._at(self.now + self.options.tick_s, self._tick)
+        self._at(self.now + _REPORT_LAG_S, lambda: self._receive_reports(reports))
+        self._at(self.now + _TICK_S, self._tick)
         self._dirty = True
 
     def _forecast_ends(self) -> None:
@@ -631,9 +589,9 @@ def run_all(
 def table(results: Sequence[Result]) -> str:
     """Return medians over the seeds as markdown."""
     rows = [
-        "| policy | makespan s | of bound | 90% done s | goodput tok/s | retractions | recomputed "
-        "tok | prefix hits | TTFT p99 s | later turns | moves | refused | us a choice | p90 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| policy | makespan s | of bound | goodput tok/s | retractions | prefix hits | "
+        "TTFT p99 s | refused |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for policy in dict.fromkeys(result.policy for result in results):
         mine = [result for result in results if result.policy == policy]
@@ -644,12 +602,9 @@ def table(results: Sequence[Result]) -> str:
         of_bound = statistics.median(result.makespan_s / result.bound_s for result in mine)
         rows.append(
             f"| {policy} | {median('makespan_s'):.1f} | {of_bound:.2f} | "
-            f"{median('makespan_90_s'):.1f} | {median('goodput'):,.0f} | "
-            f"{median('num_retractions'):,.0f} | {median('num_recomputed'):,.0f} | "
+            f"{median('goodput'):,.0f} | {median('num_retractions'):,.0f} | "
             f"{100 * median('prefix_hits'):.1f}% | {median('ttft_p99_s'):.1f} | "
-            f"{median('turn_ttft_p99_s'):.1f} | {median('num_moves'):,.0f} | "
-            f"{median('num_refused'):.0f} | {median('choose_us'):.0f} | "
-            f"{median('choose_p90_us'):.0f} |"
+            f"{median('num_refused'):.0f} |"
         )
     return "\n".join(rows)
 
@@ -678,13 +633,12 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=4, metavar="N")
     parser.add_argument("--groups", type=int, default=0, help="groups of rollouts (8 per server)")
     parser.add_argument("--group-size", type=int, default=32)
-    parser.add_argument("--policies", type=words, default=[*POLICIES, *EMULATED])
+    parser.add_argument("--policies", type=words, default=[*POLICIES])
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="of traces and ties")
     parser.add_argument("--sessions", type=Path, help="recorded rollouts instead of generated ones")
     parser.add_argument(
         "--capacity", type=int, default=defaults.params.capacity, help="KV tokens per server"
     )
-    parser.add_argument("--queue", action="store_true", help="queue and admission for every policy")
     parser.add_argument(
         "--target",
         type=float,
@@ -700,7 +654,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     args = parser.parse_args()
-    if unknown := set(args.policies) - {*POLICIES, *EMULATED}:
+    if unknown := set(args.policies) - {*POLICIES}:
         parser.error(f"no policy {sorted(unknown)}")
     sessions: list[RolloutSpec] = []
     if args.sessions:
@@ -716,7 +670,6 @@ def main() -> None:
         ),
         admission=AdmissionLimits(target=args.target),
         budget=max((spec.num_own for spec in sessions), default=defaults.budget),
-        has_queue=args.queue,
     )
     num_groups = args.groups or 8 * args.servers
 

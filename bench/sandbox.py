@@ -2,7 +2,7 @@
 
     python -m bench.sandbox --concurrency 1,64,1024,45000 --calls 45000 --mix trivial=8,failing=1
     python -m bench.sandbox --open 0.5                          then half of that load, open loop
-    python -m bench.sandbox --against code-judge=http://127.0.0.1:8088 --cpu-of code-judge=PID,PID
+    python -m bench.sandbox --against http://127.0.0.1:8088 --cpu-of PID,PID     beside Code Judge
 
 Closed loop: `concurrency` callers, each of which sends its next call as soon as it has the last
 answer. Open loop: calls arrive at random times at a fixed rate, whatever has been answered, and are
@@ -14,12 +14,12 @@ waited for it. "the whole machine" includes everything, other programs too; use 
 services on an otherwise idle machine.
 
 The floor is measured in the same run, before and after each load, with the workers' interpreter:
-fork, exec of the same code, a pipe; from a zygote that has only the modules of the code loaded,
-without isolation, limits or timeouts. The "prepared" floor is the same after the zygote has
-compiled something: CPython sets up its syntax tree types at the first `compile`, so a plain zygote
-leaves half a millisecond of that to every child.
+fork, exec of the same code, a pipe; from a zygote without isolation, limits or timeouts. The
+"prepared" floor is the same after the zygote has compiled something: CPython sets up its syntax
+tree types at the first `compile`, so a plain zygote leaves half a millisecond of that to every
+child.
 
-Not covered: the network. Services are reached over loopback only, each call as a separate request.
+Not covered: the network. A Code Judge is reached over loopback only, each call by a request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import resource
 import statistics
@@ -43,7 +42,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -54,8 +53,10 @@ import orjson
 
 from agentloop.sandbox import CallStatus, Pool, PoolSettings, slots
 from agentloop.sandbox.engine import connect
+from bench.command import Lag, numbers, parser_for, say
 
 TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 4096
 TICK_S = os.sysconf("SC_CLK_TCK")
 
 # --- calls and their answers -------------------------------------------------------------------
@@ -71,7 +72,6 @@ class Answer:
     queue_s: float = math.nan
     run_s: float = math.nan
     cpu_s: float = math.nan
-    attempt: int = 1
     said: str = ""
 
 
@@ -83,7 +83,6 @@ class Kind:
     stdout: str
     status: tuple[str, ...] = ("ok",)
     stderr: str = ""
-    modules: tuple[str, ...] = ()
 
     def write(self, n: int) -> str:
         return self.code.replace("{n}", str(n)).replace("{m}", str(n + 1))
@@ -99,22 +98,10 @@ class Kind:
 
 KINDS = {
     "trivial": Kind("print({n}, {n} + 1)", "{n} {m}"),
-    "numpy": Kind(
-        "import numpy as np\nprint(int(np.ones(1000).sum()), np.array([{n}]).max() + 1)",
-        "1000 {m}",
-        modules=("numpy",),
-    ),
-    "loaded": Kind("import numpy, sympy\nprint({n}, {m})", "{n} {m}", modules=("numpy", "sympy")),
-    "sympy": Kind(
-        "import sympy as sp\nx = sp.Symbol('x')\nprint(sp.solve((x - {n}) * (x - {m}), x))",
-        "[{n}, {m}]",
-        modules=("numpy", "sympy"),
-    ),
-    "sleeping": Kind("import time\ntime.sleep(0.1)\nprint({n})", "{n}"),
     "failing": Kind(
         "print({n})\nraise ValueError('no {n}')", "{n}", ("failed",), "ValueError: no {n}"
     ),
-    # Other services have no limit on output and return its beginning.
+    # Code Judge has no limit on output and returns its beginning.
     "flooding": Kind("print({n})\nprint('x' * (4 << 20))", "{n}", ("limit", "ok")),
 }
 
@@ -146,13 +133,13 @@ class Target:
 @asynccontextmanager
 async def open_pool(settings: PoolSettings) -> AsyncIterator[Target]:
     kinds = {CallStatus.OK: "ok", CallStatus.ERROR: "failed", CallStatus.OUTPUT_LIMIT: "limit"}
-    async with Pool(settings, on_progress=_say) as pool:
+    async with Pool(settings, on_progress=say) as pool:
 
         async def ask(code: str) -> Answer:
             r = await pool.run(code, timeout_s=TIMEOUT_S)
             status = "infrastructure" if r.status.is_unscorable else kinds.get(r.status, "other")
             said = f"{r.status}: {r.error.message if r.error else ''}"
-            return Answer(status, r.stdout, r.stderr, r.queue_s, r.run_s, r.cpu_s, r.attempt, said)
+            return Answer(status, r.stdout, r.stderr, r.queue_s, r.run_s, r.cpu_s, said)
 
         backend = pool.stats()["backend"]
         for kind in KINDS.values():  # trigger everything that is loaded on first use
@@ -177,49 +164,34 @@ async def _container_pids() -> tuple[list[int], str]:
     return pids, image
 
 
+class CodeJudgeAnswer(TypedDict):
+    """Code Judge's answer to a call."""
+
+    reason: str
+    run_success: bool
+    cost: float
+    stdout: str | None
+    stderr: str | None
+
+
 @asynccontextmanager
-async def open_service(
-    name: str, url: str, connections: int, pids: Sequence[int]
-) -> AsyncIterator[Target]:
-    """Open a service on this machine, with its own protocol."""
+async def open_code_judge(url: str, pids: Sequence[int]) -> AsyncIterator[Target]:
+    """Open a Code Judge on this machine."""
     timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=connections)
+    connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
-        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            async with http.post(url + path, json=body) as response:
+        async def ask(code: str) -> Answer:
+            body = {"type": "python", "solution": code}
+            async with http.post(f"{url}/run", json=body) as response:
                 response.raise_for_status()
-                answer: dict[str, Any] = orjson.loads(await response.read())
-                return answer
-
-        async def code_judge(code: str) -> Answer:
-            r = await post("/run", {"type": "python", "solution": code})
+                r: CodeJudgeAnswer = orjson.loads(await response.read())
             lost = r["reason"] in ("internal_error", "queue_timeout", "invalid_input")
             status = "infrastructure" if lost else "ok" if r["run_success"] else "failed"
-            run_s = r["cost"]
-            return Answer(
-                status, r["stdout"] or "", r["stderr"] or "", run_s=run_s, said=r["reason"]
-            )
+            texts = r["stdout"] or "", r["stderr"] or ""
+            return Answer(status, *texts, run_s=r["cost"], said=r["reason"])
 
-        async def sandbox_fusion(code: str) -> Answer:
-            body = {"code": code, "language": "python", "run_timeout": TIMEOUT_S}
-            r = await post("/run_code", body)
-            run = r["run_result"] or {}
-            done = {"Success": "ok", "Failed": "failed"}.get(r["status"], "infrastructure")
-            run_s = run.get("execution_time") or math.nan
-            texts = run.get("stdout") or "", run.get("stderr") or ""
-            return Answer(done, *texts, run_s=run_s, said=r["message"])
-
-        async def sandbox(code: str) -> Answer:
-            r = await post("/v1/run", {"code": code, "timeout_s": TIMEOUT_S})
-            kinds = {"ok": "ok", "error": "failed", "output_limit": "limit"}
-            lost = CallStatus(r["status"]).is_unscorable
-            status = "infrastructure" if lost else kinds.get(r["status"], "other")
-            times = r["queue_s"], r["run_s"], r["cpu_s"]
-            return Answer(status, r["stdout"], r["stderr"], *times, r["attempt"], r["status"])
-
-        asks = {"code-judge": code_judge, "sandbox-fusion": sandbox_fusion, "sandbox": sandbox}
-        yield Target(name, asks[name], lambda: pids)
+        yield Target("code-judge", ask, lambda: pids)
 
 
 # --- CPU time and memory -----------------------------------------------------------------------
@@ -264,10 +236,9 @@ def peak_memory_mib() -> float:
 
 
 FLOOR = """
-import gc, importlib, json, os, resource, sys
-modules, codes, prepared = json.loads(sys.stdin.read())
-for name in modules: importlib.import_module(name)
-if codes: exec(codes[0], {"print": lambda *a: None})
+import gc, json, os, resource, sys
+codes, prepared = json.loads(sys.stdin.read())
+exec(codes[0], {"print": lambda *a: None})
 if prepared: compile("1", "", "exec")
 gc.collect(); gc.freeze(); gc.disable()
 def cpu():
@@ -298,20 +269,62 @@ def measure_floor(
     pipe."""
     floor = {}
     for name in mix:
-        kind = KINDS[name]
-        if name == "failing":  # its traceback is not part of the floor
-            kind = KINDS["trivial"]
-        bare = ["-I", "-S"] if not kind.modules else ["-I"]
-        given = json.dumps([kind.modules, [kind.write(n) for n in range(num)], prepared])
-        done = subprocess.run(
-            [*command, *bare, "-c", FLOOR], input=given, capture_output=True, text=True, check=True
-        )
+        # The traceback of a failing program is not part of the floor.
+        kind = KINDS["trivial" if name == "failing" else name]
+        given = json.dumps([[kind.write(n) for n in range(num)], prepared])
+        bare = [*command, "-I", "-S", "-c", FLOOR]
+        done = subprocess.run(bare, input=given, capture_output=True, text=True, check=True)
         floor[name] = float(done.stdout)
     total = sum(mix.values())
     return {**floor, "mix": sum(floor[name] * mix[name] for name in mix) / total}
 
 
 # --- the load ----------------------------------------------------------------------------------
+
+
+class Percentiles(TypedDict):
+    """Milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+class LoadFigures(TypedDict):
+    """The figures of a load."""
+
+    target: str
+    load: str
+    calls: int
+    most_outstanding: int
+    wall_s: float
+    calls_per_s: float
+    lost: int
+    wrong: int
+    queue_ms: Percentiles | None
+    run_ms: Percentiles | None
+    latency_ms: Percentiles | None
+    loop_lag_ms: Percentiles | None
+    peak_memory_mib: int
+    cpu_ms_per_call: dict[str, float | None]
+    errors: dict[str, int]
+    wrong_answers: list[str]
+
+
+class RunFigures(LoadFigures):
+    """The figures of a load beside its floors, plain and prepared."""
+
+    floor_cpu_ms: dict[str, dict[str, float]]
+    times_the_floor: dict[str, float | None]
+
+
+class BenchFigures(TypedDict):
+    """The figures of all loads."""
+
+    mix: dict[str, float]
+    pool: dict[str, object]
+    runs: list[RunFigures]
 
 
 @dataclass
@@ -323,10 +336,10 @@ class Load:
     num_calls: int
     concurrency: int | None = None
     rate: float | None = None
-    deadline_s: float = 600.0
+    deadline_s: float = 600.0  # calls that are unfinished then are lost
     answers: dict[int, Answer] = field(default_factory=dict)
     latency_s: dict[int, float] = field(default_factory=dict)
-    lags_s: list[float] = field(default_factory=list)
+    lag: Lag = field(default_factory=Lag)
     wrong: list[str] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     most_outstanding: int = 0
@@ -336,13 +349,13 @@ class Load:
         self._kinds = random.Random(0).choices(names, weights, k=self.num_calls)
         self._outstanding = 0
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> LoadFigures:
         reset_peak_memory()
         own_s, theirs_s, machine_s = own_cpu_s(), self._their_cpu_s(), machine_cpu_s()
         began = time.monotonic()
         with anyio.move_on_after(self.deadline_s):
             async with anyio.create_task_group() as watching:
-                watching.start_soon(self._watch_lag)
+                watching.start_soon(self.lag.measure)
                 watching.start_soon(self._show_progress)
                 async with anyio.create_task_group() as calling:
                     await (self._closed if self.rate is None else self._open)(calling)
@@ -355,10 +368,10 @@ class Load:
         return sum(map(cpu_of_tree, self.target.pids()))
 
     async def _closed(self, calling: anyio.abc.TaskGroup) -> None:
-        numbers = iter(range(self.num_calls))  # shared: each caller takes the next
+        remaining = iter(range(self.num_calls))  # shared: each caller takes the next
 
         async def caller() -> None:
-            for n in numbers:
+            for n in remaining:
                 await self._call(n, time.monotonic())
 
         for started in range(min(self.concurrency or 1, self.num_calls)):
@@ -395,12 +408,6 @@ class Load:
         answer.stdout = answer.stderr = ""
         self.answers[n] = answer
 
-    async def _watch_lag(self) -> None:
-        while True:
-            due = time.monotonic() + 0.01
-            await anyio.sleep(0.01)
-            self.lags_s.append(max(0.0, time.monotonic() - due))
-
     async def _show_progress(self) -> None:
         what = f"{self.target.name}, {self._title()}"
         every_s = 1 if sys.stderr.isatty() else 10
@@ -417,13 +424,22 @@ class Load:
 
     def _figures(
         self, wall_s: float, own_s: float, theirs_s: float, machine_s: float
-    ) -> dict[str, Any]:
+    ) -> LoadFigures:
         answers = list(self.answers.values())
         good = [a for a in answers if a.status != "infrastructure"]
         num = max(1, len(good))
         queue = [a.queue_s for a in good if not math.isnan(a.queue_s)]
         children = [a.cpu_s for a in good if a.cpu_s > 0]
-        figures: dict[str, Any] = {
+        cpu: dict[str, float | None] = {
+            "this process (supervisor and generator)": round(1000 * own_s / num, 3),
+            "workers with their calls": round(1000 * theirs_s / num, 3),
+        }
+        if children:
+            cpu["of these, the calls themselves"] = round(1000 * statistics.mean(children), 3)
+        # Without any, the service's processes are unknown.
+        cpu["total"] = round(1000 * (own_s + theirs_s) / num, 3) if theirs_s else None
+        cpu["the whole machine"] = round(1000 * machine_s / num, 3)
+        return {
             "target": self.target.name,
             "load": self._title(),
             "calls": self.num_calls,
@@ -432,69 +448,51 @@ class Load:
             "calls_per_s": round(len(good) / wall_s, 1),
             "lost": self.num_calls - len(good),
             "wrong": len(self.wrong),
-            "run_twice": sum(a.attempt > 1 for a in good),
             "queue_ms": _percentiles(queue),
             "run_ms": _percentiles([a.run_s for a in good if not math.isnan(a.run_s)]),
             "latency_ms": _percentiles(list(self.latency_s.values())),
-            "loop_lag_ms": _percentiles(self.lags_s),
+            "loop_lag_ms": _percentiles(self.lag.samples),
             "peak_memory_mib": round(peak_memory_mib()),
-            "cpu_ms_per_call": {
-                "this process (supervisor and generator)": round(1000 * own_s / num, 3),
-                "workers with their calls": round(1000 * theirs_s / num, 3),
-            },
+            "cpu_ms_per_call": cpu,
+            "errors": dict(self.errors.most_common(5)),
+            "wrong_answers": self.wrong[:5],
         }
-        cpu = figures["cpu_ms_per_call"]
-        if children:
-            cpu["of these, the calls themselves"] = round(1000 * statistics.mean(children), 3)
-        cpu["total"] = round(1000 * (own_s + theirs_s) / num, 3)
-        if not theirs_s:
-            cpu["total"] = None  # the service's processes are unknown
-        cpu["the whole machine"] = round(1000 * machine_s / num, 3)
-        if self.errors:
-            figures["errors"] = dict(self.errors.most_common(5))
-        if self.wrong:
-            figures["wrong_answers"] = self.wrong[:5]
-        return figures
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float] | None:
+def _percentiles(seconds: list[float]) -> Percentiles | None:
     if not seconds:
         return None
     seconds.sort()
     last = len(seconds) - 1
-    named = {f"p{p}": seconds[round(last * p / 100)] for p in (50, 95, 99)}
-    return {name: round(1000 * s, 3) for name, s in {**named, "max": seconds[-1]}.items()}
+    p50, p95, p99 = (round(1000 * seconds[round(last * p / 100)], 3) for p in (50, 95, 99))
+    return {"p50": p50, "p95": p95, "p99": p99, "max": round(1000 * seconds[-1], 3)}
 
 
 # --- the whole ---------------------------------------------------------------------------------
 
 
-async def bench(options: argparse.Namespace) -> dict[str, Any]:
-    runs: list[dict[str, Any]] = []
+async def bench(options: argparse.Namespace) -> BenchFigures:
+    runs: list[RunFigures] = []
     async with contextlib.AsyncExitStack() as stack:
-        targets = []
-        if not options.only_against:
-            settings = PoolSettings.model_validate(options.pool)
-            targets.append(await stack.enter_async_context(open_pool(settings)))
-        for name, url in options.against:
-            pids = options.cpu_of.get(name, [])
-            service = open_service(name, url, options.connections, pids)
+        settings = PoolSettings.model_validate(options.pool)
+        targets = [await stack.enter_async_context(open_pool(settings))]
+        if options.against:
+            service = open_code_judge(options.against, options.cpu_of)
             targets.append(await stack.enter_async_context(service))
         for target in targets:
             best = 0.0
             for concurrency in options.concurrency:
                 num = max(options.calls, concurrency) if target is targets[0] else options.calls
-                load = Load(target, options.mix, num, concurrency, deadline_s=options.deadline_s)
+                load = Load(target, options.mix, num, concurrency)
                 runs.append(await _one(load, options))
                 best = max(best, runs[-1]["calls_per_s"])
             for part in options.open:
                 load = Load(target, options.mix, options.calls, rate=best * part)
-                load.deadline_s = options.deadline_s
                 runs.append(await _one(load, options))
-    return {"machine": _machine(), "mix": options.mix, "pool": options.pool, "runs": runs}
+    return {"mix": options.mix, "pool": options.pool, "runs": runs}
 
 
-async def _one(load: Load, options: argparse.Namespace) -> dict[str, Any]:
+async def _one(load: Load, options: argparse.Namespace) -> RunFigures:
     def floors() -> dict[str, dict[str, float]]:
         measure = partial(measure_floor, load.target.floor_command, load.mix, options.floor)
         return {"plain": measure(prepared=False), "prepared": measure(prepared=True)}
@@ -503,20 +501,25 @@ async def _one(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     figures = await load.run()
     after = await anyio.to_thread.run_sync(floors)
     total = figures["cpu_ms_per_call"]["total"]
-    figures["floor_cpu_ms"] = {
+    floor = {
         which: {name: round((ms + after[which][name]) / 2, 3) for name, ms in kinds.items()}
         for which, kinds in before.items()
     }
-    figures["times_the_floor"] = {
-        which: round(total / kinds["mix"], 2) if total else None
-        for which, kinds in figures["floor_cpu_ms"].items()
+    run: RunFigures = {
+        **figures,
+        "floor_cpu_ms": floor,
+        "times_the_floor": {
+            which: round(total / kinds["mix"], 2) if total else None
+            for which, kinds in floor.items()
+        },
     }
-    _say(_in_words(figures))
-    return figures
+    say(_in_words(run))
+    return run
 
 
-def _in_words(f: dict[str, Any]) -> str:
-    run = f["run_ms"] or {"p50": math.nan, "p99": math.nan}
+def _in_words(f: RunFigures) -> str:
+    p50, p99 = (f["run_ms"]["p50"], f["run_ms"]["p99"]) if f["run_ms"] else (math.nan, math.nan)
+    lag = f["loop_lag_ms"]["p99"] if f["loop_lag_ms"] else math.nan
     cpu = f["cpu_ms_per_call"]["total"]
     times = f["times_the_floor"]
     cost = (
@@ -525,41 +528,23 @@ def _in_words(f: dict[str, Any]) -> str:
     )
     return (
         f"{f['target']}, {f['load']}: {f['calls']:,} calls in {f['wall_s']} s, "
-        f"{f['calls_per_s']:.0f}/s; lost {f['lost']}, wrong {f['wrong']}; run p50 {run['p50']} ms, "
-        f"p99 {run['p99']} ms; {cost if cpu else 'CPU unknown'}; loop lag p99 "
-        f"{f['loop_lag_ms']['p99']} ms; peak memory {f['peak_memory_mib']} MiB"
+        f"{f['calls_per_s']:.0f}/s; lost {f['lost']}, wrong {f['wrong']}; run p50 {p50} ms, "
+        f"p99 {p99} ms; {cost if cpu else 'CPU unknown'}; loop lag p99 "
+        f"{lag} ms; peak memory {f['peak_memory_mib']} MiB"
     )
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
+def _code_judge(text: str) -> str:
+    if urlsplit(text).hostname not in ("127.0.0.1", "localhost", "::1"):
+        raise argparse.ArgumentTypeError(f"{text!r}: the service must be on this machine")
+    return text.rstrip("/")
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
-def _service(text: str) -> tuple[str, str]:
-    name, _, url = text.partition("=")
-    if name not in ("code-judge", "sandbox-fusion", "sandbox"):
-        raise argparse.ArgumentTypeError(
-            f"{name!r}: expected code-judge, sandbox-fusion or sandbox"
-        )
-    if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
-        raise argparse.ArgumentTypeError(f"{url!r}: the service must be on this machine")
-    return name, url.rstrip("/")
-
-
-def _numbers(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [convert(part) for part in text.split(",")]
-
-
-def _pair(text: str) -> tuple[str, Any]:
+def _pair(text: str) -> tuple[str, object]:
     key, _, value = text.partition("=")
     try:
         return key, json.loads(value)
@@ -568,50 +553,29 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sandbox",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("sandbox", __doc__)
     add = parser.add_argument
     add(
         "--concurrency",
-        type=_numbers(int),
+        type=numbers,
         default=[1, 64, 1024],
         help="concurrency of the closed loops",
     )
-    add("--open", type=_numbers(float), default=[], metavar="PART,...",
+    add("--open", type=_shares, default=[], metavar="PART,...",
         help="then open loops, at these fractions of the best throughput so far")  # fmt: skip
     add("--calls", type=int, default=5000, help="calls per run; at least the concurrency")
     add("--mix", metavar="KIND=WEIGHT,...", type=make_mix, default={"trivial": 1.0},
         help=f"kinds of calls: {', '.join(KINDS)}")  # fmt: skip
-    add("--against", type=_service, action="append", default=[], metavar="NAME=URL",
-        help="code-judge, sandbox-fusion or sandbox (sandbox.serve); repeatable")  # fmt: skip
-    add("--only-against", action="store_true", help="do not measure our own pool")
-    add("--cpu-of", type=_pair, action="append", default=[], metavar="NAME=PID,...",
-        help="process ids of such a service, for its CPU time")  # fmt: skip
-    add(
-        "--connections",
-        type=int,
-        default=4096,
-        help="maximum number of concurrent connections to a service",
-    )
+    add("--against", type=_code_judge, metavar="URL", help="a Code Judge to measure as well")
+    add("--cpu-of", type=numbers, default=[], metavar="PID,...",
+        help="process ids of that service, for its CPU time")  # fmt: skip
     add("--floor", type=int, default=300, help="calls per measurement of the floor")
-    add(
-        "--deadline-s",
-        type=float,
-        default=600.0,
-        help="deadline of a run; unfinished calls are lost",
-    )
     add("--json", type=Path, help="file for the figures")
     add("pool", nargs="*", type=_pair, metavar="key=value", help="settings of our pool")
     options = parser.parse_args(arguments)
     # The CPU time of a recycled worker would be lost.
     slots.RECYCLE_AFTER = 1 << 30
     options.pool = dict(options.pool)
-    options.cpu_of = {
-        name: [int(pid) for pid in str(pids).split(",")] for name, pids in options.cpu_of
-    }
     return options
 
 

@@ -4,8 +4,7 @@ Modelled after SGLang 0.5: continuous batching with prefill before decode, in ba
 tokens; first come, first served; admission by the pool's free tokens less the expected growth of
 running requests, times a ratio that falls with each step and rises after a retraction; a prefix
 cache that evicts the least recently used leaves first; retraction when a step does not fit (fewest
-outputs first, then longest prompts), of as many as the next step needs, as in 0.5.23, or of half,
-as rStar2-Agent observed. docs/benchmarks.md says how the model compares with real servers.
+outputs first, then longest prompts), of as many as the next step needs, as in 0.5.23.
 
 With `host_capacity`, what runs is also written to the host's memory, and what the device has
 evicted is loaded from there instead of computed, as by SGLang's hierarchical cache; simplified:
@@ -53,7 +52,6 @@ class ServerParams:
     step_s_per_sequence: float = 5e-5
     step_s_per_token: float = 5e-8
     conservativeness: float = 1.0
-    retract_half: bool = False
     clip: int = 4096
     decay_steps: int = 600
     retract_steps: int = 20
@@ -340,10 +338,9 @@ class ServerModel:
             self.running.values(),
             key=lambda job: (job.num_emitted + self._step - job.first_step, -job.num_prompt),
         )
-        num_half = len(victims) // 2 if self.params.retract_half else 1
         for num_gone, job in enumerate(victims[:-1]):
             num_free = self.params.capacity - self.num_locked
-            if num_gone >= num_half and num_free >= len(self.running):
+            if num_gone and num_free >= len(self.running):
                 break
             self._stop(job, job.num_prompt - job.num_shared)
             job.num_retractions += 1

@@ -1,9 +1,8 @@
 """Benchmark of sessions: what the endpoint adds to a request for a message of the model.
 
     python -m bench.sessions                     256 sessions, 128 requests per second
-    python -m bench.sessions --rate 300 --protocol responses
+    python -m bench.sessions --rate 300
     python -m bench.sessions history             what a history of 4 to 800 messages costs
-    python -m bench.sessions parts --longest 50  which parts of the endpoint take the time
 
 Three parts are kept apart. The endpoint is this process, with sessions as environments have them.
 The load generator is a process of its own. Each of its sessions converses: a question, an answer
@@ -18,17 +17,15 @@ the client's own part. CPU is that of the endpoint's process, all of it, for eac
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import random
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
 
 import anyio
 from aiohttp import ClientSession, TCPConnector, web
@@ -45,14 +42,14 @@ from agentloop.sandbox.openapi import add_routes
 from agentloop.serving.answering import Answering
 from agentloop.serving.bare_model import SESSION_ROUTES, BareModel
 from agentloop.serving.error_responses import ErrorResponses
+from agentloop.serving.schemas import ChatCompletion
 from agentloop.trajectory import TurnEnd
 
-PROTOCOLS = ("chat/completions", "responses", "messages")
 _LENGTHS = (4, 50, 200, 800)
 _NEAR = 6  # requests that are measured from each length on
 _TEXT = "The result of the last step was as expected, and the next one follows from it. " * 2
 _CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "print(37 * 48)"}}\n</tool_call>'
-_TOOL: dict[str, Any] = {
+_TOOL = {
     "type": "function",
     "function": {
         "name": "run",
@@ -61,21 +58,6 @@ _TOOL: dict[str, Any] = {
     },
 }
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class _CountingTokenizer:
-    """A tokenizer that counts what it encodes."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.num_chars = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, **options: Any) -> Any:
-        self.num_chars += len(text)
-        return self._tokenizer.encode(text, **options)
 
 
 class _PlayedEngine:
@@ -93,7 +75,7 @@ class _PlayedEngine:
         self.took_s: dict[str, list[float]] = {}
 
     async def generate(
-        self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **_: Any
+        self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **_: object
     ) -> None:
         asked_s = time.perf_counter()
         if self._delay_s:
@@ -110,23 +92,35 @@ class Endpoint:
     """Sessions, served on loopback.
 
     Attributes:
-        begun: CPU time of the process, and the characters encoded, when each request began.
+        begun: CPU time of the process when each request began.
+        num_chars: characters encoded so far.
     """
 
     def __init__(self, delay_s: float) -> None:
         self.chat = ChatFormat.load(SMALL)
-        self.tokenizer = _CountingTokenizer(self.chat.tokenizer)
-        self.chat._encoder.tokenizer = self.tokenizer  # type: ignore[assignment]
+        self.num_chars = 0
+        encoder = self.chat._encoder
+        encode = encoder._encode
+
+        def encode_and_count(text: str) -> list[int]:
+            self.num_chars += len(text)
+            return encode(text)
+
+        encoder._encode = encode_and_count  # type: ignore[method-assign]
         end = self.chat.decode([self.chat.end_id])
         reply = self.chat.tokenizer.encode(f"{_TEXT}{_CALL}{end}", add_special_tokens=False).ids
         self.engine = _PlayedEngine(reply, delay_s)
         self.url = ""
-        self.begun: list[tuple[float, int]] = []
+        self.begun: list[float] = []
 
-    def _open(self, name: str, **options: Any) -> ModelSession:
-        defaults = {"sampling": Sampling(), **options}
+    def _open(self, name: str, *, sampling: Sampling | None = None) -> ModelSession:
         return ModelSession(
-            name, self.engine, self.chat, budget=Budget(), with_text=False, **defaults
+            name,
+            self.engine,
+            self.chat,
+            sampling=sampling or Sampling(),
+            budget=Budget(),
+            with_text=False,
         )
 
     @asynccontextmanager
@@ -145,7 +139,7 @@ class Endpoint:
         @web.middleware
         async def record_time(request: web.Request, handler: _Handler) -> web.StreamResponse:
             if request.method == "POST" and request.match_info.get("key"):
-                self.begun.append((time.process_time(), self.tokenizer.num_chars))
+                self.begun.append(time.process_time())
             return await handler(request)
 
         errors = ErrorResponses(SESSION_ROUTES)
@@ -167,11 +161,11 @@ class Endpoint:
 
 
 class Talk:
-    """A conversation with a session, in one protocol."""
+    """A conversation with a session."""
 
-    def __init__(self, http: ClientSession, url: str, protocol: str) -> None:
-        self._http, self._url, self._protocol = http, url, protocol
-        self.history: list[Any] = []
+    def __init__(self, http: ClientSession, url: str) -> None:
+        self._http, self._url = http, url
+        self.history: list[object] = []
         self.session = self.name = ""
 
     async def open(self) -> None:
@@ -185,42 +179,14 @@ class Talk:
 
     async def ask(self) -> None:
         """Ask for the next message, and add it to the history with the result of its call."""
-        function = _TOOL["function"]
-        body: dict[str, Any] = {"model": "small"}
-        match self._protocol:
-            case "chat/completions":
-                body |= {"messages": self.history, "tools": [_TOOL]}
-            case "responses":
-                body |= {"input": self.history, "tools": [{"type": "function", **function}]}
-            case _:
-                schema = function["parameters"]
-                tool = {"name": function["name"], "input_schema": schema}
-                body |= {"messages": self.history, "max_tokens": 1000, "tools": [tool]}
-        async with self._http.post(f"{self.session}/v1/{self._protocol}", json=body) as response:
+        body = {"model": "small", "messages": self.history, "tools": [_TOOL]}
+        async with self._http.post(f"{self.session}/v1/chat/completions", json=body) as response:
             data = await response.read()
             assert response.status == 200, data
-        self._extend(json.loads(data))
-
-    def _extend(self, answer: Any) -> None:
-        match self._protocol:
-            case "chat/completions":
-                message = answer["choices"][0]["message"]
-                result = {"role": "tool", "content": _TEXT}
-                self.history += [
-                    message,
-                    {**result, "tool_call_id": message["tool_calls"][0]["id"]},
-                ]
-            case "responses":
-                items = answer["output"]
-                result = {"type": "function_call_output", "output": _TEXT}
-                self.history += [*items, {**result, "call_id": items[-1]["call_id"]}]
-            case _:
-                blocks = answer["content"]
-                result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": _TEXT}
-                self.history += [
-                    {"role": "assistant", "content": blocks},
-                    {"role": "user", "content": [result]},
-                ]
+        completion: ChatCompletion = json.loads(data)
+        message = completion["choices"][0]["message"]
+        call_id = message["tool_calls"][0]["id"]
+        self.history += [message, {"role": "tool", "content": _TEXT, "tool_call_id": call_id}]
 
 
 async def _generate_load(url: str, options: argparse.Namespace) -> None:
@@ -230,7 +196,7 @@ async def _generate_load(url: str, options: argparse.Namespace) -> None:
         pause_s = options.sessions / options.rate
 
         async def converse() -> None:
-            talk = Talk(http, url, options.protocol)
+            talk = Talk(http, url)
             due_s = time.perf_counter() + random.expovariate(1 / pause_s)
             for number in range(options.requests):
                 if number % options.turns == 0:
@@ -259,7 +225,7 @@ async def _measure(options: argparse.Namespace) -> None:
     assert len(took_s) == len(engine_s) == options.sessions * options.requests
     added = sorted(seconds - engine for (_, seconds), engine in zip(took_s, engine_s, strict=True))
     print(
-        f"{options.sessions} sessions, {options.protocol}, {len(added) / wall_s:.0f} requests/s of "
+        f"{options.sessions} sessions, {len(added) / wall_s:.0f} requests/s of "
         f"{options.rate:g} wanted; load average before {load:.1f}; {cpu_s / wall_s:.0%} of a core, "
         f"{cpu_s / len(added) * 1000:.2f} ms of CPU per request\n"
     )
@@ -270,7 +236,7 @@ async def _measure(options: argparse.Namespace) -> None:
 
 async def _run_load(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the load generator; return how long its requests took, by the names of sessions."""
-    names = ("sessions", "requests", "rate", "turns", "protocol")
+    names = ("sessions", "requests", "rate", "turns")
     more = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
     command = [sys.executable, "-m", "bench.sessions", "--load", endpoint.url, *more]
     durations: dict[str, list[float]] = json.loads(
@@ -289,7 +255,6 @@ async def _histories(options: argparse.Namespace) -> None:
     options.sessions, options.rate = 1, 1e9
     options.requests = options.turns = max(lengths) // 2 + _NEAR
     durations: dict[int, list[float]] = {length: [] for length in lengths}
-    chars: dict[int, int] = {}
     async with endpoint.serving():
         for _ in range(options.rounds):
             endpoint.begun.clear()
@@ -297,91 +262,30 @@ async def _histories(options: argparse.Namespace) -> None:
             starts = endpoint.begun
             for length in lengths:
                 for index in range(length // 2, length // 2 + _NEAR - 1):
-                    durations[length].append(starts[index + 1][0] - starts[index][0])
-                chars[length] = starts[length // 2 + 1][1] - starts[length // 2][1]
-    print("| messages | CPU of a request: median | smallest | encoded characters |")
-    print("|---|---|---|---|")
+                    durations[length].append(starts[index + 1] - starts[index])
+    print("| messages | CPU of a request: median | smallest |")
+    print("|---|---|---|")
     for length, values in durations.items():
         median_ms, least_ms = statistics.median(values) * 1000, min(values) * 1000
-        print(f"| {length} | {median_ms:.2f} ms | {least_ms:.2f} ms | {chars[length]:,} |")
-
-
-# --- parts of a request ---------------------------------------------------------------------------
-
-# What is counted for each part: functions by their files, none of which calls another one.
-_PARTS: dict[str, tuple[tuple[str, str], ...]] = {
-    "read, parse and validate the body": (
-        ("serving/http.py", "read_body"),
-        ("exchange.py", "parse"),
-    ),
-    "recognise the history": (("sessions/tree.py", "match"), ("history.py", "context_key")),
-    "render the new messages": (("agent/continuation.py", "_after"),),
-    "encode them": (("agent/encoder.py", "encode_marked"),),
-    "read the sampled tokens, find calls": (("agent/turn_reader.py", "take"),),
-    "make the answer's message": (("serving/protocols/chat/chat_completions.py", "completion"),),
-    "write the answer": (("serving/http.py", "send_whole"),),
-}
-_ROLLOUT = ("agent/rollout.py", "run"), ("agent/turn_reader.py", "take")
-_HANDLING = ("aiohttp/web_protocol.py", "_handle_request")
-
-
-async def _parts(options: argparse.Namespace) -> None:
-    """Profile one session that grows; print the share of each part in the CPU time."""
-    endpoint, profile = Endpoint(0.0), cProfile.Profile(time.thread_time)
-    options.sessions, options.rate = 1, 1e9
-    options.requests = options.turns = options.longest // 2
-    async with endpoint.serving():
-        await _run_load(endpoint, options)
-        endpoint.begun.clear()
-        with profile:
-            for _ in range(options.rounds):
-                await _run_load(endpoint, options)
-    stats: Any = pstats.Stats(profile)
-
-    def took_s(*functions: tuple[str, str]) -> float:
-        durations: list[float] = [
-            cumulative_s
-            for (path, _, name), (_, _, _, cumulative_s, _) in stats.stats.items()
-            if any(path.endswith(file) and name == function for file, function in functions)
-        ]
-        return sum(durations)
-
-    part_times = {part: took_s(*functions) for part, functions in _PARTS.items()}
-    rollout, reading = _ROLLOUT
-    part_times["the rest of the rollout"] = took_s(rollout) - took_s(reading)
-    part_times["the rest of the handler"] = took_s(_HANDLING) - sum(part_times.values())
-    part_times["HTTP server and event loop"] = stats.total_tt - took_s(_HANDLING)
-    num = len(endpoint.begun)
-    print(f"{num} requests, {stats.total_calls / num:,.0f} calls of functions each\n")
-    print("| part | share of the CPU time |\n|---|---|")
-    for part, part_s in part_times.items():
-        print(f"| {part} | {part_s / stats.total_tt:.0%} |")
-
-
-_RUNS: dict[str, Any] = {"latency": _measure, "history": _histories, "parts": _parts}
+        print(f"| {length} | {median_ms:.2f} ms | {least_ms:.2f} ms |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("what", nargs="?", choices=tuple(_RUNS), default="latency")
+    parser.add_argument("what", nargs="?", choices=("latency", "history"), default="latency")
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--requests", type=int, default=20, help="of each session")
     parser.add_argument("--turns", type=int, default=10, help="after which a session is closed")
     parser.add_argument("--rate", type=float, default=128.0, help="requests per second, of all")
-    parser.add_argument("--rounds", type=int, default=5, help="of `history` and `parts`")
-    parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0])
-    parser.add_argument(
-        "--longest", type=int, default=800, help="history, of `history` and `parts`"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="of `history`")
+    parser.add_argument("--longest", type=int, default=800, help="history, of `history`")
     parser.add_argument("--engine-ms", type=float, default=20.0, help="what the engine takes")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    run = _RUNS[options.what]
-    arguments: tuple[Any, ...] = (options,)
-    if options.load:
-        run, arguments = _generate_load, (options.load, options)
+    run = _measure if options.what == "latency" else _histories
     collect_garbage_rarely()  # as the command does
-    anyio.run(run, *arguments, backend_options={"use_uvloop": True})
+    work = partial(_generate_load, options.load) if options.load else run
+    anyio.run(work, options, backend_options={"use_uvloop": True})
 
 
 if __name__ == "__main__":

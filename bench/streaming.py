@@ -1,8 +1,7 @@
 """Benchmark of streaming: the CPU cost of a token from a server's frame into a trajectory.
 
-    python -m bench.streaming                    agentloop, httpx and the OpenAI client in turn
+    python -m bench.streaming                    agentloop and the OpenAI client in turn
     python -m bench.streaming --streams 1000 --servers 64 --tokens 200 --rounds 3
-    python -m bench.streaming --readers agentloop,environment
 
 A load generator in a process of its own sends SGLang's frames (and OpenAI's, for its client) from
 64 loopback ports: each "server" sends one token to each of its streams every `--step-ms`, as
@@ -11,9 +10,8 @@ Reported are tokens per second of *its* CPU time, and the lag of its event loop 
 timer).
 
 Readers: `agentloop` is the whole loop (HTTP, frames, router and ledger, tool-call scan, trajectory
-with ids, log-probabilities and versions); `httpx` reads the same frames, parses their JSON and
-keeps nothing; `openai` iterates over the equivalent chat completion chunks, with log-probabilities;
-`environment` is the whole loop below an environment that asks one question.
+with ids, log-probabilities and versions); `openai` iterates over the equivalent chat completion
+chunks, with log-probabilities, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +25,25 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, TypedDict, cast
 
 import anyio
 import orjson
 
 from bench.command import Lag, helper_process, quantile, say, words
 
-READERS = ("agentloop", "httpx", "openai", "environment")
-_WHOLE_LOOP = ("agentloop", "environment")
+READERS = ("agentloop", "openai")
 _PROMPT_TOKENS = 64
 _PLAIN = range(50, 300)  # tokens of the small model that do not open a tool call
+
+
+class ReaderFigures(TypedDict):
+    """What a reader reached."""
+
+    tokens_per_cpu_s: float
+    tokens_per_s: float
+    lag_p99_ms: float
 
 
 # --- the load generator -------------------------------------------------------------------------
@@ -196,7 +199,7 @@ class _Server:
         self.port = 0
         self._step_s = step_s
 
-    def information(self, path: str) -> dict[str, Any]:
+    def information(self, path: str) -> object:
         if path == "/sent":
             return self.sent_s
         if path == "/v1/models":
@@ -233,25 +236,17 @@ async def _generate_load(options: argparse.Namespace) -> None:
 # --- the readers --------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _chat_and_router(urls: list[str]) -> AsyncIterator[tuple[Any, Any]]:
-    """Open the whole loop's parts; imported here, so that the other readers do without them."""
+async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) -> int:
+    # Imported here, so that the other reader does without them.
     from agentloop.agent.chat_format import ChatFormat
+    from agentloop.agent.rollout import Budget, Rollout
     from agentloop.inference.router import Router, RouterSettings
     from agentloop.inference.sglang.client import SGLangServer
     from agentloop.inference.sglang.control import http_session
     from agentloop.models import SMALL
 
-    async with http_session() as session:
-        servers = [SGLangServer(url, session) for url in urls]
-        async with Router.open(servers, RouterSettings()) as router:
-            yield ChatFormat.load(SMALL), router
-
-
-async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    from agentloop.agent.rollout import Budget, Rollout
-
     budget = Budget(max_response_tokens=num_tokens, max_turns=1)
+    chat = ChatFormat.load(SMALL)
     num_read = 0
 
     async def read_stream(group: int) -> None:
@@ -261,88 +256,14 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
         trajectory = await rollout.run()
         num_read += trajectory.num_sampled_tokens
 
-    async with _chat_and_router(urls) as (chat, router), anyio.create_task_group() as tasks:
-        for index in range(num_streams):
-            tasks.start_soon(read_stream, index // 32)  # groups of 32, as in training
-    return num_read
-
-
-async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    from agentloop.agent.rollout import Budget, Rollout
-    from agentloop.environments.agent import Agent
-    from agentloop.environments.environment import environment
-    from agentloop.environments.tasks.sources import Task
-    from agentloop.inference.sglang.sampling import Sampling
-    from agentloop.rollouts.player import EnvironmentPlayer
-    from agentloop.rollouts.request import GroupRequest
-    from agentloop.rollouts.runner import play_siblings
-    from agentloop.trajectory import Trajectory
-
-    num_read = 0
-
-    @environment
-    async def ask(task: Task, agent: Agent) -> float:
-        nonlocal num_read
-        trajectory = await agent.run(task.prompt)
-        num_read += trajectory.num_sampled_tokens
-        return 1.0
-
-    class Host:
-        pool: Any = None
-        resolve_tools: Any = None
-        session_listener: Any = None
-
-        async def listen_for_sessions(self) -> None:
-            """Do nothing: the environment has no clients."""
-
-        async def rollout(
-            self, messages: Any, *, on_event: Any, id: str, budget: Any, **_: Any
-        ) -> Trajectory:
-            rollout = Rollout(
-                router, chat, messages, budget=budget, emit=on_event, with_text=False, id=id
-            )
-            return await rollout.run()
-
-    async def group(number: int, size: int) -> None:
-        async with EnvironmentPlayer(ask, Host(), sampling=Sampling()).group(
-            GroupRequest(
-                Task(str(number), f"{number} " + "x" * (_PROMPT_TOKENS // 2), ""),
-                str(number),
-                size,
-                Budget(max_response_tokens=num_tokens, max_turns=1),
-            )
-        ) as siblings:
-            await play_siblings(siblings)
-
-    async with _chat_and_router(urls) as (chat, router), anyio.create_task_group() as tasks:
-        for first in range(0, num_streams, 32):
-            tasks.start_soon(group, first // 32, min(32, num_streams - first))
-    return num_read
-
-
-async def _read_httpx(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    import httpx
-
-    num_read = 0
-
-    async def read_stream(url: str) -> None:
-        nonlocal num_read
-        body = {
-            "input_ids": list(range(_PROMPT_TOKENS)),
-            "sampling_params": {"max_new_tokens": num_tokens},
-            "rid": "r",
-        }
-        async with client.stream("POST", url + "/generate", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    frame = orjson.loads(line[6:])
-                    num_read += len(frame["output_ids"])
-
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=600, trust_env=False) as client:
-        async with anyio.create_task_group() as tasks:
+    async with http_session() as session:
+        servers = [SGLangServer(url, session) for url in urls]
+        async with (
+            Router.open(servers, RouterSettings()) as router,
+            anyio.create_task_group() as tasks,
+        ):
             for index in range(num_streams):
-                tasks.start_soon(read_stream, urls[index % len(urls)])
+                tasks.start_soon(read_stream, index // 32)  # groups of 32, as in training
     return num_read
 
 
@@ -375,13 +296,8 @@ async def _read_openai(urls: list[str], num_streams: int, num_tokens: int) -> in
 
 async def _measure(
     reader: str, urls: list[str], num_streams: int, num_tokens: int
-) -> dict[str, Any]:
-    read = {
-        "agentloop": _read_agentloop,
-        "environment": _read_environment,
-        "httpx": _read_httpx,
-        "openai": _read_openai,
-    }[reader]
+) -> ReaderFigures:
+    read = {"agentloop": _read_agentloop, "openai": _read_openai}[reader]
     lag = Lag()
     async with anyio.create_task_group() as tasks:
         # One uncounted stream first, to exclude imports and the tokenizer.
@@ -393,8 +309,6 @@ async def _measure(
         tasks.cancel_scope.cancel()
     assert num_read == num_streams * num_tokens, f"{reader}: {num_read} tokens arrived"
     return {
-        "reader": reader,
-        "tokens": num_read,
         "tokens_per_cpu_s": num_read / cpu_s,
         "tokens_per_s": num_read / wall_s,
         "lag_p99_ms": quantile(lag.samples, 0.99) * 1000,
@@ -409,11 +323,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument(
-        "--tokens", type=int, default=300, help="tokens per stream (other readers: a tenth)"
+        "--tokens", type=int, default=300, help="tokens per stream (openai: a tenth)"
     )
     parser.add_argument("--step-ms", type=float, default=30.0, help="time between two tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--readers", type=words, default=list(READERS[:3]))
+    parser.add_argument("--readers", type=words, default=list(READERS))
     parser.add_argument(
         "--single", action="store_true", help="a frame for each token, whatever a reader asks for"
     )
@@ -439,11 +353,13 @@ def _run(options: argparse.Namespace) -> None:
     me = [sys.executable, "-m", "bench.streaming"]
     shape = ["--streams", str(options.streams), "--servers", str(options.servers)]
     load = [*shape, *["--single"] * options.single, "--step-ms", str(options.step_ms)]
-    results: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[ReaderFigures]] = {}
     with helper_process("bench.streaming", "--load", *load) as urls:
         for number in range(options.rounds):
             for reader in options.readers:
-                tokens = options.tokens if reader in _WHOLE_LOOP else max(4, options.tokens // 10)
+                tokens = options.tokens
+                if reader == "openai":
+                    tokens = max(4, tokens // 10)
                 figures = subprocess.run(
                     [*me, "--read", reader, *shape, "--tokens", str(tokens)],
                     input=urls,
@@ -453,11 +369,12 @@ def _run(options: argparse.Namespace) -> None:
                     timeout=600,
                 ).stdout
                 results.setdefault(reader, []).append(json.loads(figures))
-                say(f"round {number + 1}: {figures.strip()}")
-    medians = {
+                say(f"round {number + 1}, {reader}: {figures.strip()}")
+    medians: dict[str, ReaderFigures] = {
         reader: {
-            key: statistics.median(figures[key] for figures in rounds)
-            for key in ("tokens_per_cpu_s", "tokens_per_s", "lag_p99_ms")
+            "tokens_per_cpu_s": statistics.median(row["tokens_per_cpu_s"] for row in rounds),
+            "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rounds),
+            "lag_p99_ms": statistics.median(row["lag_p99_ms"] for row in rounds),
         }
         for reader, rounds in results.items()
     }
@@ -466,14 +383,14 @@ def _run(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps({"medians": medians, "rounds": results}, indent=2))
 
 
-def _print(options: argparse.Namespace, medians: dict[str, dict[str, float]]) -> None:
+def _print(options: argparse.Namespace, medians: dict[str, ReaderFigures]) -> None:
     print(
         f"{options.streams} streams over {options.servers} servers, a token every "
         f"{options.step_ms:g} ms each; medians of {options.rounds} rounds; {os.cpu_count()} cores\n"
     )
     print("| reader | tokens per CPU second | x openai | tokens/s | loop lag p99 |")
     print("|---|---|---|---|---|")
-    base = medians.get("openai", {}).get("tokens_per_cpu_s")
+    base = medians["openai"]["tokens_per_cpu_s"] if "openai" in medians else None
     for reader, row in medians.items():
         ratio = f"{row['tokens_per_cpu_s'] / base:.1f}" if base else ""
         print(

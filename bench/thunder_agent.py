@@ -6,14 +6,11 @@ A program is what agentloop calls a rollout. Written from its paper and code of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.kv_ledger import KVLedger
-from agentloop.inference.scheduling.kv_pool import KVPool
-from agentloop.inference.scheduling.placement import Decision, PlacementRequest
-from bench.gateway_policies import GatewayPolicy
+from agentloop.inference.scheduling.placement import PlacementRequest
 
 _BUFFER = 100  # tokens for each active program
 
@@ -26,7 +23,7 @@ class _Program:
     is_marked: bool = False
 
 
-class ThunderAgent(GatewayPolicy):
+class ThunderAgent:
     """ThunderAgent (arXiv 2602.13692; scheduler/router.py): admits and pauses whole programs.
 
     A program starts on the server with the most capacity left and stays there. Every 5 s, a server
@@ -41,26 +38,27 @@ class ThunderAgent(GatewayPolicy):
     name = "thunder_agent"
     period_s = 5.0
 
-    def __init__(self, ledger: KVLedger, *, seed: int = 0) -> None:
-        super().__init__(ledger, seed=seed)
+    def __init__(self, ledger: KVLedger) -> None:
+        self._ledger = ledger
         self._programs: dict[str, _Program] = {}
         self._num_used: dict[DataParallelRank, int] = defaultdict(int)
 
     def is_active(self, key: str) -> bool:
         return key in self._programs
 
-    def _choose(self, request: PlacementRequest, pools: Sequence[KVPool]) -> Decision:
+    def choose(self, request: PlacementRequest) -> DataParallelRank | None:
+        """Return the rank of an active program, or of one that begins; None: it waits."""
         program = self._programs.get(request.key)
         if program is None:
+            pools = self._ledger.pools.values()
             pool = max(pools, key=lambda pool: pool.capacity - self._num_used[pool.rank])
             if pool.capacity - self._num_used[pool.rank] < request.num_tokens + _BUFFER:
-                return Decision(None, self.name, "no server has capacity for it", ())
+                return None
             program = self._programs[request.key] = _Program(pool.rank, 0)
             self._num_used[pool.rank] += _BUFFER
         self.grow(request.key, request.num_tokens - program.num_tokens)
         program.is_acting = False
-        pool = self._ledger.pools[program.rank]
-        return self._decide(request, pool, [pool], "its program is active there")
+        return program.rank
 
     def grow(self, key: str, num_tokens: int) -> None:
         program = self._programs[key]

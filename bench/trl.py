@@ -28,7 +28,7 @@ import time
 import venv
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from agentloop.environments.tasks.problems import arithmetic
 from agentloop.models import SMALL
@@ -48,6 +48,12 @@ class Step(NamedTuple):
     wall_s: float
     cpu_s: float
     num_tokens: int
+
+
+class StepRow(TypedDict):
+    """What is read of a step's metrics."""
+
+    num_sampled_tokens: int
 
 
 def write_problems(file: Path) -> None:
@@ -115,7 +121,7 @@ def measure(command: list[object], metrics: Path, log: Path) -> list[Step]:
     ]
 
 
-def _steps_in(metrics: Path) -> list[dict[str, Any]]:
+def _steps_in(metrics: Path) -> list[StepRow]:
     lines = metrics.read_text("utf-8").splitlines(True) if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for row in rows if "num_sampled_tokens" in row]

@@ -65,7 +65,6 @@ class Server:
         self.version = ""
         self.is_loading = False
         self.num_rollouts = 0  # in flight, including those in a tool
-        self.num_recomputed = 0
         self._params = params
         self._load_s = load_s
         self._model = ServerModel(params)
@@ -121,7 +120,6 @@ class Server:
             self._num_sampled += num_done
             turn.add_tokens(self.version, num_done)
             job = turn.job
-            self.num_recomputed += (name in self._model.running) * (job.num_prompt + num_done)
             turn.job = Job(
                 job.name,
                 job.key,

@@ -17,7 +17,7 @@ import asyncio
 import selectors
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -26,13 +26,14 @@ import anyio.to_thread
 __all__ = ["Deadlock", "run"]
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Deadlock(RuntimeError):
     """All tasks wait for each other: there is no timer left to jump to."""
 
 
-def run(main: Callable[..., Awaitable[T]], *args: Any) -> T:
+def run(main: Callable[[*Arguments], Awaitable[T]], *args: *Arguments) -> T:
     """Run `main` like `anyio.run`, in virtual time from 0 on.
 
     Raises:
@@ -67,7 +68,7 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def _threads_inline() -> Iterator[None]:
-    async def run_sync(work: Callable[..., T], *args: Any, **options: Any) -> T:
+    async def run_sync(work: Callable[[*Arguments], T], *args: *Arguments, **options: object) -> T:
         # As with a thread, other tasks may run, or the caller be cancelled, before it starts.
         await anyio.lowlevel.checkpoint()
         return work(*args)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pydantic
 
 from agentloop.config import path_of
@@ -54,7 +52,7 @@ class ChatSettings(pydantic.BaseModel):
         description="Token that ends an assistant's turn. By default, the first control token that "
         "the chat template writes after an assistant message.",
     )
-    arguments: dict[str, Any] = pydantic.Field(
+    arguments: dict[str, object] = pydantic.Field(
         default_factory=dict,
         description="Extra variables for the chat template, such as enable_thinking = false for "
         "Qwen3.",

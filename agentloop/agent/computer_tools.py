@@ -15,9 +15,15 @@ from contextlib import asynccontextmanager
 from typing import ClassVar, Protocol
 
 from agentloop.agent.tool_formats import bad_arguments
-from agentloop.agent.tools import RunTool, Schema, ToolOutput
+from agentloop.agent.tools import (
+    Arguments,
+    BadArguments,
+    RunTool,
+    Schema,
+    ToolOutput,
+    string_arguments,
+)
 from agentloop.errors import InfrastructureFailed
-from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CommandResult, ComputerLost
 from agentloop.trajectory import ToolCallStatus
 
@@ -67,17 +73,11 @@ class _ComputerTool(ABC):
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._checked
 
-    async def _checked(self, arguments: JsonObject, /) -> ToolOutput:
-        problems = [f"{name}: missing" for name in self.parameters if name not in arguments]
-        for name, value in arguments.items():
-            if name not in self.parameters:
-                problems.append(f"{name}: unknown")
-            elif not isinstance(value, str):
-                problems.append(f"{name}: a string is expected")
-        if problems:
-            return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, bad_arguments("; ".join(problems)))
+    async def _checked(self, arguments: Arguments, /) -> ToolOutput:
         try:
-            return await self._run(**arguments)
+            return await self._run(**string_arguments(arguments, required=self.parameters))
+        except BadArguments as error:
+            return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, bad_arguments(str(error)))
         except (ComputerLost, InfrastructureFailed) as error:
             return ToolOutput(ToolCallStatus.INFRASTRUCTURE, str(error))
         except (OSError, ValueError) as error:

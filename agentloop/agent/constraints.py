@@ -56,7 +56,7 @@ class OutputRules:
 
 
 class Constraints:
-    """The constraints on the turns of one rollout."""
+    """The constraints on the turns of one rollout: see `check_rules` and `constraint_of`."""
 
     def __init__(
         self,
@@ -65,25 +65,11 @@ class Constraints:
         tools: Sequence[Mapping[str, object]],
         single_call: bool,
     ) -> None:
-        """
-        Args:
-            tools: JSON schemas of the tools, in OpenAI's form.
-            single_call: Whether each turn ends with its first call.
-
-        Raises:
-            RequestError: The rules cannot be kept.
-        """
         check_rules(rules, chat.family, tools)
         self._rules, self._chat, self._tools = rules, chat, tools
         self._single_call = single_call
 
     def of(self, message: int, opened_thought: str) -> dict[str, str]:
-        """Return the sampling parameters of SGLang that constrain a turn; none if it is free.
-
-        Args:
-            message: The number of the turn's message (`Trajectory.message_of`).
-            opened_thought: The tag with which its prompt opens a thought, or an empty string.
-        """
         return constraint_of(
             self._rules,
             self._chat.family,

@@ -37,14 +37,14 @@ import anyio
 import anyio.abc
 import pydantic
 
-from agentloop.agent.tools import RunTool, Schema, Tool, ToolOutput
+from agentloop.agent.tools import Arguments, RunTool, Schema, Tool, ToolOutput
 from agentloop.aio import LimiterVar, Signal, limiter_in, task_group
 from agentloop.distribution import require, version
 from agentloop.errors import McpServerError, RequestError, SettingsError, leaves, message_of
 from agentloop.inference.processes.restarts import Restarts
 from agentloop.inference.processes.supervise import stdio_guarded
 from agentloop.inference.proxies import proxy_for
-from agentloop.plain_json import JsonObject, dumps
+from agentloop.plain_json import dumps
 from agentloop.trajectory import ToolCallStatus
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class McpTool:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: JsonObject, /) -> ToolOutput:
+    async def _run(self, arguments: Arguments, /) -> ToolOutput:
         return await self._server.call(self.name, arguments)
 
 
@@ -266,7 +266,7 @@ class McpServer:
             self._why = f"{self} {reason}"
             lost.set()
 
-    async def call(self, tool: str, arguments: JsonObject) -> ToolOutput:
+    async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
         """Call a tool, and say in the output how it went."""
         try:
             json.dumps(arguments, ensure_ascii=False).encode()

@@ -20,8 +20,15 @@ from agentloop.agent.tool_formats import (
     paper_schema,
     python_code_schema,
 )
-from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
-from agentloop.plain_json import JsonObject
+from agentloop.agent.tools import (
+    Arguments,
+    BadArguments,
+    Reopen,
+    RunTool,
+    Schema,
+    ToolOutput,
+    string_arguments,
+)
 from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
 from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES
@@ -59,13 +66,14 @@ class PythonCode:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: JsonObject, /) -> ToolOutput:
-        if problems := _problems(arguments, required="code", optional="input"):
-            return _bad_arguments(problems, self._format)
-        result = await self._pool.run(
-            arguments["code"], stdin=arguments.get("input", ""), timeout_s=self._timeout_s
-        )
-        return _output(result, arguments["code"], self._format)
+    async def _run(self, arguments: Arguments, /) -> ToolOutput:
+        try:
+            texts = _texts(arguments, optional="input")
+        except BadArguments as error:
+            return _bad_arguments(error, self._format)
+        code, stdin = texts["code"], texts.get("input", "")
+        result = await self._pool.run(code, stdin=stdin, timeout_s=self._timeout_s)
+        return _output(result, code, self._format)
 
 
 class PaperPythonCode(PythonCode):
@@ -107,7 +115,7 @@ class JupyterCode:
 
 
 def _unavailable_notebook(reason: str) -> RunTool:
-    async def run(arguments: JsonObject, /) -> ToolOutput:
+    async def run(arguments: Arguments, /) -> ToolOutput:
         return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"no notebook: {reason}")
 
     return run
@@ -123,17 +131,19 @@ class _Notebook:
         self._lock = anyio.Lock()
         self._ended = False
 
-    async def run(self, arguments: JsonObject, /) -> ToolOutput:
-        if problems := _problems(arguments, required="code"):
-            return _bad_arguments(problems, self._format)
+    async def run(self, arguments: Arguments, /) -> ToolOutput:
+        try:
+            code = _texts(arguments)["code"]
+        except BadArguments as error:
+            return _bad_arguments(error, self._format)
         async with self._lock:  # no deadline: each earlier call has one
             if self._ended:
                 raise Reopen
             try:
-                result = await self._session.run(arguments["code"], timeout_s=self._timeout_s)
+                result = await self._session.run(code, timeout_s=self._timeout_s)
             except SessionLost as error:
                 return self._lost_cell_output(error)
-            output = _output(result, arguments["code"], self._format)
+            output = _output(result, code, self._format)
             if result.status in _ENDS_SESSION or self._session.lost_by is LostBy.PROGRAM:
                 self._ended = True
                 return ToolOutput(output.status, output.content + _RESTARTED, output.started_s)
@@ -156,22 +166,14 @@ def _output(result: CallResult, code: str, tool_format: ToolFormat) -> ToolOutpu
     return ToolOutput(ToolCallStatus(result.status.value), text, started_s)
 
 
-def _bad_arguments(problems: str, tool_format: ToolFormat) -> ToolOutput:
-    text = bad_arguments(problems, tool_format=tool_format)
+def _bad_arguments(error: BadArguments, tool_format: ToolFormat) -> ToolOutput:
+    text = bad_arguments(str(error), tool_format=tool_format)
     return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, text)
 
 
-def _problems(arguments: JsonObject, *, required: str, optional: str = "") -> str:
-    """Return what is wrong with the arguments, for the model to read; "" if nothing is."""
-    problems = [f"{required}: missing"] if required not in arguments else []
-    for name, value in arguments.items():
-        if name not in (required, optional):
-            problems.append(f"{name}: unknown")
-        elif not isinstance(value, str):
-            problems.append(f"{name}: a string is expected")
-    if not problems:
-        size = sum(len(value.encode(errors="replace")) for value in arguments.values())
-        if size <= MAX_CODE_BYTES:
-            return ""
-        problems.append(f"{required}: longer than {MAX_CODE_BYTES} bytes")
-    return "; ".join(problems)
+def _texts(arguments: Arguments, *, optional: str = "") -> dict[str, str]:
+    """Return `code`, and the optional argument if it is given. Raises BadArguments."""
+    texts = string_arguments(arguments, required=("code",), optional=(optional,))
+    if sum(len(text.encode(errors="replace")) for text in texts.values()) > MAX_CODE_BYTES:
+        raise BadArguments(f"code: longer than {MAX_CODE_BYTES} bytes")
+    return texts

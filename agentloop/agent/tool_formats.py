@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from agentloop.sandbox import CallResult
 from agentloop.sandbox import CallStatus as SandboxStatus
@@ -170,8 +170,14 @@ def _decoding_error(raw: str) -> str:
     return ""
 
 
-def python_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict[str, Any]:
-    """Return the schema of the tool that runs a program."""
+def python_code_schema(
+    name: str, *, tool_format: ToolFormat = "plain", returns: str = ""
+) -> dict[str, object]:
+    """Return the schema of the tool that runs a program.
+
+    Args:
+        returns: description of what it returns, which only the paper's schema has.
+    """
     if tool_format == "plain":
         description = (
             "Execute Python code with standard input and capture standard output. Each call is a "
@@ -185,17 +191,15 @@ def python_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict[
         "code": {**_STRING, "description": code},
         "input": {**_STRING, "description": standard_input},
     }
-    return _schema(name, description, properties, required)
+    return _schema(name, description, properties, required, returns)
 
 
-def paper_schema(name: str) -> dict[str, Any]:
+def paper_schema(name: str) -> dict[str, object]:
     """Return the schema of the paper's tool, which also describes what it returns."""
-    schema = python_code_schema(name, tool_format="paper")
-    schema["function"]["return"] = {**_STRING, "description": _RETURN}
-    return schema
+    return python_code_schema(name, tool_format="paper", returns=_RETURN)
 
 
-def jupyter_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict[str, Any]:
+def jupyter_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict[str, object]:
     """Return the schema of the tool that runs a notebook's cell."""
     if tool_format == "plain":
         description = (
@@ -210,8 +214,13 @@ def jupyter_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict
 
 
 def _schema(
-    name: str, description: str, properties: Mapping[str, object], required: list[str]
+    name: str,
+    description: str,
+    properties: Mapping[str, object],
+    required: list[str],
+    returns: str = "",
 ) -> dict[str, object]:
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
+    described = {"return": {**_STRING, "description": returns}} if returns else {}
+    return {"type": "function", "function": {**function, **described}}

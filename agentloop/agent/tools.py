@@ -15,7 +15,7 @@ import importlib
 import inspect
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType, TracebackType
@@ -34,11 +34,14 @@ from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
 from agentloop.aio import is_cancelled_from_outside
 from agentloop.errors import InfrastructureFailed, RequestError, message_of
-from agentloop.plain_json import JsonObject, dumps, valid_text
+from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
 Schema = Mapping[str, Any]
 """A tool's JSON schema in OpenAI's form: {"type": "function", "function": {"name", ...}}."""
+
+Arguments = dict[str, object]
+"""The arguments of a call, as the model wrote them."""
 
 ToolFunction = Callable[..., Any]
 F = TypeVar("F", bound=ToolFunction)
@@ -60,6 +63,10 @@ class ToolOutput:
     raised: str = ""
 
 
+class BadArguments(Exception):
+    """The arguments of a call do not fit the tool; the message says why."""
+
+
 class Reopen(Exception):
     """The model has destroyed the tool's state: open the tool again and repeat the call."""
 
@@ -67,7 +74,7 @@ class Reopen(Exception):
 class RunTool(Protocol):
     """Runs one call. Cancelling it must end all that the call has started. May raise `Reopen`."""
 
-    async def __call__(self, arguments: JsonObject, /) -> ToolOutput: ...
+    async def __call__(self, arguments: Arguments, /) -> ToolOutput: ...
 
 
 class Tool(Protocol):
@@ -142,7 +149,7 @@ class FunctionTool:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: JsonObject, /) -> ToolOutput:
+    async def _run(self, arguments: Arguments, /) -> ToolOutput:
         try:
             model = self._arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
@@ -284,7 +291,7 @@ class Tools:
         with self._stack:
             return None if holders is None else await holders.__aexit__(kind, error, traceback)
 
-    async def run(self, name: str, arguments: JsonObject) -> ToolOutput:
+    async def run(self, name: str, arguments: Arguments) -> ToolOutput:
         """Run one call; report mistakes of the model and of the tool in the output."""
         tool = self._tools.get(name)
         if isinstance(tool, CallerTool) or (tool is None and self._run_by_caller):
@@ -318,7 +325,7 @@ class Tools:
         times = dispatched_s, started_s, time.monotonic() - begun_s
         return ToolResult(call.id, call.name, output.status, content, *times, output.raised)
 
-    async def _run(self, name: str, arguments: JsonObject) -> ToolOutput:
+    async def _run(self, name: str, arguments: Arguments) -> ToolOutput:
         while True:
             opened = self._opened.get(name) or await self._open(name)
             try:
@@ -343,6 +350,28 @@ class Tools:
             opened = _Opened(run)
             task_status.started(opened)
             await opened.closing.wait()  # no deadline: ends with the trajectory, which has one
+
+
+def string_arguments(
+    arguments: Arguments, *, required: Collection[str], optional: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the arguments of a call, all of which are strings.
+
+    Raises:
+        BadArguments: one is missing, unknown or no string.
+    """
+    problems = [f"{name}: missing" for name in required if name not in arguments]
+    texts: dict[str, str] = {}
+    for name, value in arguments.items():
+        if name not in (*required, *optional):
+            problems.append(f"{name}: unknown")
+        elif isinstance(value, str):
+            texts[name] = value
+        else:
+            problems.append(f"{name}: a string is expected")
+    if problems:
+        raise BadArguments("; ".join(problems))
+    return texts
 
 
 def _type_of(error: BaseException) -> str:

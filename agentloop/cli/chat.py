@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from agentloop.agent.channels import Channel, Channels, Splitter
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.sessions.history import text_of
 from agentloop.agent.threads import in_command_thread
 from agentloop.cli import console as commands
 from agentloop.cli.chat_url import RunningService
@@ -223,11 +224,9 @@ class Conversations:
     def _print_messages(self, messages: Sequence[Message]) -> None:
         """Print what an environment says: after ">", and the role if that is not a user's."""
         for message in messages:
-            role, content = str(message.get("role")), message.get("content") or ""
-            if not isinstance(content, str):
-                content = "".join(str(part.get("text", "")) for part in content)
+            role = str(message.get("role"))
             mark = ">" if role == "user" else f"{role}>"
-            for line in content.strip().splitlines():
+            for line in text_of(message).strip().splitlines():
                 self._out.print(f"{mark} {line}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -333,18 +332,12 @@ def main(arguments: list[str]) -> int:
 def add_task_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task",
-        type=_number_of_task,
+        type=commands.at_least(1),
         default=1,
         metavar="N",
         help="with env=NAME: the N-th of its tasks; with tasks.held_out, of the held-out ones "
         "(default: 1)",
     )
-
-
-def _number_of_task(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return int(text)
 
 
 def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

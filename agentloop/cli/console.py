@@ -23,10 +23,9 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn, TextIO, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import anyio
-import anyio.lowlevel
 
 from agentloop.aio import collect_garbage_rarely, exempt_from_collection, task_group
 from agentloop.distribution import conflict
@@ -37,13 +36,9 @@ if TYPE_CHECKING:
 
     from agentloop.runtime import Runtime, Settings
 
-Result = TypeVar("Result")
-Arguments = TypeVarTuple("Arguments")
-
-_threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_command_threads")
 _interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
-_GAP = 2  # between the columns of a table
-_MIN_FIRST_WIDTH = 8  # cells; the first column takes the width that the others leave
+_MIN_FIRST_WIDTH = 8  # of a table's first column, in cells
+_MAX_WIDTH = 1 << 20  # of a table that goes to a file
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +88,17 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, [argument for argument in arguments if "=" in argument]
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what parses an integer, for argparse."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least {least}")
+        return int(text)
+
+    return number
+
+
 def settings_text(model: type[pydantic.BaseModel]) -> str:
     """Return all settings, two lines each: `key = default`, then the description."""
     from agentloop.config import describe_settings
@@ -121,12 +127,14 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    title: str = "",
     numbers: Collection[str] = (),
     optional: Sequence[str] = (),
     styles: Mapping[str, str] | None = None,
 ) -> None:
     """Print a table on stdout: fitted to a terminal, otherwise as aligned text in full.
+
+    On a narrow terminal headings are folded, then columns are left out; the first one takes the
+    width that the others leave.
 
     Args:
         numbers: columns to align to the right.
@@ -135,70 +143,51 @@ def print_table(
     """
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
-    out, cells = Console(), [[printable(cell) for cell in row] for row in rows]
-    if not out.is_terminal:
-        print(_align([list(columns), *cells], [name in numbers for name in columns], title))
+    out, shown = Console(), list(columns)
+    is_terminal = out.is_terminal
+
+    def table(*, folds: bool = False) -> Table:
+        left_out = [name for name in optional if name not in shown]
+        fitted = Table(
+            box=box.SIMPLE_HEAD if is_terminal else None,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1 if is_terminal else 2, 0, 0),  # the box has a space between columns
+            caption=f"columns omitted: {', '.join(left_out)}" if left_out else None,
+            caption_justify="left",
+        )
+        for name in shown:
+            fitted.add_column(
+                name.replace(" ", "\n") if folds else name,
+                justify="right" if name in numbers else "left",
+                overflow="fold",
+                no_wrap=name != columns[0],
+                min_width=_MIN_FIRST_WIDTH if is_terminal and name == columns[0] else None,
+            )
+        for row in rows:
+            cells = [cell for name, cell in zip(columns, row, strict=True) if name in shown]
+            fitted.add_row(*(Text(printable(c), (styles or {}).get(c, "")) for c in cells))
+        return fitted
+
+    unlimited = out.options.update_width(_MAX_WIDTH)
+    fitted = table()
+    if not is_terminal:
+        out.width = _MAX_WIDTH
+        with out.capture() as text:
+            out.print(fitted)
+        print("\n".join(line.rstrip() for line in text.get().splitlines()))
         return
-    shown, headings = list(columns), list(columns)
-    if _total_width(headings, cells) > out.width:
-        headings = [name.replace(" ", "\n") for name in columns]
-    for name in optional:
-        if _total_width(headings, cells) > out.width:
-            at = shown.index(name)
-            cells = [[*row[:at], *row[at + 1 :]] for row in cells]
-            del shown[at], headings[at]
-    left_out = [name for name in optional if name not in shown]
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        caption=f"columns omitted: {', '.join(left_out)}" if left_out else None,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, _GAP - 1, 0, 0),
-    )
-    first_width, *other_widths = _widths([headings, *cells])
-    first_width = max(
-        _MIN_FIRST_WIDTH, min(first_width, out.width - sum(other_widths) - _GAP * len(shown))
-    )
-    for name, heading, width in zip(shown, headings, (first_width, *other_widths), strict=True):
-        justify: Literal["left", "right"] = "right" if name in numbers else "left"
-        table.add_column(heading, justify=justify, overflow="fold", width=width)
-    for row in cells:
-        table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in row))
-    out.print(table)
-
-
-def _total_width(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    return sum(_widths([headings, *rows])) + _GAP * len(headings)
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column in terminal cells."""
-    from rich.cells import cell_len
-
-    return [
-        max(cell_len(line) for cell in column for line in cell.split("\n"))
-        for column in zip(*rows, strict=True)
-    ]
-
-
-def _align(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> str:
-    from rich.cells import cell_len
-
-    widths = _widths(rows)
-    lines = [title] if title else []
-    for row in rows:
-        padded = []
-        for cell, width, to_right in zip(row, widths, right, strict=True):
-            spaces = " " * (width - cell_len(cell))
-            padded.append(spaces + cell if to_right else cell + spaces)
-        lines.append((" " * _GAP).join(padded).rstrip())
-    return "\n".join(lines)
+    for name in (None, *optional):  # at first, only headings are folded
+        if Measurement.get(out, unlimited, fitted).maximum <= out.width:
+            break
+        if name is not None:
+            shown.remove(name)
+        fitted = table(folds=True)
+    out.print(fitted)
 
 
 @asynccontextmanager

@@ -11,13 +11,10 @@ recorded, and `dialogues` exports scored rollouts for fine-tuning (docs/recorded
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,7 +24,7 @@ import pydantic
 
 from agentloop.cli import console
 from agentloop.cli.data_check import check_data
-from agentloop.cli.recorded import dialogues, score
+from agentloop.cli.recorded import dialogues, score, write_rows
 from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
 from agentloop.environments.tasks.task import problem_of, problem_of_row, problem_text, task_digest
@@ -71,7 +68,7 @@ def _prepare(options: argparse.Namespace) -> Result:
     num_rows, tasks = prepare(
         options.set, options.files, without=options.without, any_count=options.any_count
     )
-    _write(map(_row, tasks), options.out)
+    write_rows(options.out, map(_row, tasks))
     text = f"{options.out}: {count_of(len(tasks), 'problem')} from {count_of(num_rows, 'row')}"
     return text, {"out": str(options.out), "num_problems": len(tasks), "num_rows": num_rows}
 
@@ -79,7 +76,7 @@ def _prepare(options: argparse.Namespace) -> Result:
 def _filter(options: argparse.Namespace) -> Result:
     solved, rollouts = options.solved
     filtered = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
-    _write(map(_row, filtered.tasks), options.out)
+    write_rows(options.out, map(_row, filtered.tasks))
     num_kept = len(filtered.tasks)
     text = (
         f"{options.out}: {num_kept:,} of {count_of(filtered.num_tasks, 'problem')} kept; "
@@ -97,7 +94,7 @@ def _filter(options: argparse.Namespace) -> Result:
 
 
 def _teacher(options: argparse.Namespace) -> Result:
-    _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
+    write_rows(options.out, lessons(options.count, levels=options.levels, seed=options.seed))
     text = f"{options.out}: {count_of(options.count, 'dialogue')}"
     return text, {"out": str(options.out), "num_dialogues": options.count}
 
@@ -121,7 +118,7 @@ def _dialogues(options: argparse.Namespace) -> Result:
     lines = [*dialogues(_trajectory_files(options.records), least=options.min_reward)]
     if not lines:
         raise DataError(f"no rollout has a reward of at least {options.min_reward:g}")
-    _write(lines, options.out)
+    write_rows(options.out, lines)
     text = f"{options.out}: {count_of(len(lines), 'dialogue')}"
     return text, {"out": str(options.out), "num_dialogues": len(lines)}
 
@@ -269,29 +266,6 @@ def _tasks(files: Iterable[Path]) -> Iterable[Task]:
         yield from read_tasks(TasksSettings(kind=kind, paths=[file]))
 
 
-def _write(rows: Iterable[Mapping[str, object]], out: Path) -> None:
-    """Write the rows as JSONL, atomically. Follow symbolic links; refuse devices.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    out = out.resolve()
-    if out.exists() and not out.is_file():
-        raise DataError(f"{out}: cannot be replaced, since it is not a regular file")
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        unfinished.replace(out)
-    except OSError as error:
-        raise DataError(f"{out}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
-
-
 def _row(task: Task) -> dict[str, object]:
     field = "problem" if isinstance(task.prompt, str) else "messages"
     row: dict[str, object] = {field: task.prompt, "answer": task.answer, "source": task.source}
@@ -377,12 +351,17 @@ def _parser() -> argparse.ArgumentParser:
     teacher.set_defaults(command=_teacher, doing="Writing the dialogues")
     teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     teacher.add_argument(
-        "--count", type=_from(1), default=10_000, help="number of dialogues (default: 10000)"
+        "--count",
+        type=console.at_least(1),
+        default=10_000,
+        help="number of dialogues (default: 10000)",
     )
-    teacher.add_argument("--seed", type=_from(0), default=0, help="random seed (default: 0)")
+    teacher.add_argument(
+        "--seed", type=console.at_least(0), default=0, help="random seed (default: 0)"
+    )
     teacher.add_argument(
         "--levels",
-        type=_from(1),
+        type=console.at_least(1),
         nargs="+",
         default=[2],
         help="difficulty of the problems, as in the setting tasks.levels (default: 2)",
@@ -423,16 +402,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check, prepare, hard, teacher, scored, best):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
-
-
-def _from(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise ValueError
-        return value
-
-    return number
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.named_tools import imported_tools, resolved_tools
@@ -25,6 +24,7 @@ from agentloop.errors import RequestError, SettingsError
 from agentloop.evaluation.wiring import EvaluateSettings
 from agentloop.launch.settings import AskSettings
 from agentloop.models import SMALL
+from agentloop.sandbox import Pool
 from agentloop.training.sft.run import model_folder
 from agentloop.trajectory import Message
 
@@ -137,7 +137,7 @@ def _render(report: DataReport, tasks: Sequence[Task], settings: AskSettings) ->
     try:
         tools = resolved_tools(
             [name for name in settings.tools if not name.startswith("mcp:")],
-            pool=cast(Any, None),  # no tool is called
+            pool=Pool(settings.sandbox),  # which is not opened: no tool is called
             servers={},
             functions=imported_tools(settings.tools),
             timeout_s=settings.tool_timeout_s,

@@ -16,12 +16,12 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
+from agentloop.agent.openai_messages import function_call, tool_message
 from agentloop.cli import console
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, ModelError, RequestError
 from agentloop.inference.sglang.parser_probe import calls_found_by_sglang
 from agentloop.launch.machine import examine, report
-from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
 _QUESTION = "What is 37 times 48?"
@@ -162,12 +162,9 @@ def diagnose(chat: ChatFormat, *, ask_sglang: bool = False) -> Diagnosis:
     prompt, observation = chat.prompt([question], [_TOOL]), chat.observation([_RESPONSE], calls)
     diagnosis.observation = chat.decode(observation)
     diagnosis.conversation = chat.decode(prompt + turn + observation)
-    answered = {**_calling(chat.family.call_id(calls[0])), "reasoning_content": "I compute it."}
-    response = {
-        "role": "tool",
-        "tool_call_id": answered["tool_calls"][0]["id"],
-        "content": _RESPONSE,
-    }
+    call_id = chat.family.call_id(calls[0])
+    answered = {**_calling(call_id), "reasoning_content": "I compute it."}
+    response = tool_message(call_id, _RESPONSE)
     rendered = chat.prompt([question, answered, response], [_TOOL])
     if rendered != prompt + turn + observation:
         diagnosis.notes.append(
@@ -186,9 +183,8 @@ def diagnose(chat: ChatFormat, *, ask_sglang: bool = False) -> Diagnosis:
     return diagnosis
 
 
-def _calling(call_id: str) -> JsonObject:
-    function = {"name": "python_code", "arguments": _ARGUMENTS}
-    call: Message = {"id": call_id, "type": "function", "function": function}
+def _calling(call_id: str) -> Message:
+    call = function_call(call_id, "python_code", _ARGUMENTS)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 

@@ -7,9 +7,10 @@ trajectories/group-*.jsonl ──Grader──> the same files, with rewards
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -77,7 +78,8 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
                     else:
                         scores.total += reward.value
                 if any(reward is not None for reward in rewards):
-                    await anyio.to_thread.run_sync(_replace, path, [row for row, _ in rows])
+                    write = partial(write_rows, path, [row for row, _ in rows], must_exist=True)
+                    await anyio.to_thread.run_sync(write)
 
         async with task_group(only_first=True) as workers:
             for _ in range(2 * settings.num_workers):
@@ -154,26 +156,36 @@ def _trajectory(row: JsonObject, where: str) -> Trajectory:
         raise DataError(f"{where}: field 'trajectory': {summary_of(error)}") from error
 
 
-def _replace(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Replace a group's file, unless the service has deleted it meanwhile.
+def write_rows(
+    out: Path, rows: Iterable[Mapping[str, object]], *, must_exist: bool = False
+) -> None:
+    """Write rows as JSONL, atomically. Follow symbolic links; refuse devices.
+
+    Args:
+        must_exist: replace a file only; one that is deleted meanwhile stays away.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    out = out.resolve()
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out}: cannot be replaced, since it is not a regular file")
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        with partial.open("wb") as file:
+        if not must_exist:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
             for row in rows:
                 file.write(dumps(row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            partial.replace(path)
+        if out.exists() or not must_exist:
+            unfinished.replace(out)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        raise DataError(f"{out}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
-            partial.unlink()
+            unfinished.unlink()
 
 
 def _question(task: Task) -> str:

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--restarts",
         metavar="N",
-        type=int,
+        type=console.at_least(0),
         default=3,
         help="restart the process and resume its run when it is killed, up to N times in ten "
         "minutes (default: 3)",
@@ -86,8 +86,6 @@ def main(arguments: list[str]) -> int:
     for name in ("json", "shape"):
         if getattr(options, name) and not options.dry_run:
             parser.error(f"--{name}: requires --dry-run")
-    if options.restarts < 0:
-        parser.error(f"argument --restarts: must be at least 0, not {options.restarts}")
     is_run = not (options.list_settings or options.dry_run or options.replay)
     if is_run and options.restarts > 0 and not is_child():
         command = [sys.executable, "-m", "agentloop", "train"]

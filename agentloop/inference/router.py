@@ -18,10 +18,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import pydantic
@@ -105,13 +104,7 @@ class Router:
         replicas: The servers, for those who run their processes or load their weights.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        *,
-        longest: int,
-        reserve_tokens: int = _RESERVE_TOKENS,
-    ) -> None:
+    def __init__(self, settings: RouterSettings, *, longest: int, reserve_tokens: int) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=reserve_tokens))
         self._policy = KVPolicy(self._ledger)
@@ -140,18 +133,18 @@ class Router:
         settings: RouterSettings,
         *,
         longest: int = 8192,
-        **options: Any,
+        reserve_tokens: int = _RESERVE_TOKENS,
     ) -> AsyncIterator[Router]:
         """Query each server and keep watching them.
 
         Args:
             longest: Maximum number of response tokens of a rollout, which admission relies on.
-            options: Those of the constructor, which only benchmarks and tests change.
+            reserve_tokens: Tokens of KV cache for a turn until turns have ended; only tests set it.
 
         Raises:
             ServerUnavailable, ServerRefused: A server cannot be used.
         """
-        router = cls(settings, longest=longest, **options)
+        router = cls(settings, longest=longest, reserve_tokens=reserve_tokens)
         async with router.replicas.watching(servers):
             try:
                 yield router
@@ -291,8 +284,8 @@ class Router:
             raise RequestError("ids: the prompt is empty")
         _check_ids("ids", generation.ids, vocab_size)
         _check_ids("stop_token_ids", generation.stop_ids, vocab_size)
-        biased = map(int, generation.parameters.get("logit_bias", ()))
-        _check_ids("logit_bias", list(biased), vocab_size)
+        if isinstance(biases := generation.parameters.get("logit_bias"), Mapping):
+            _check_ids("logit_bias", [*map(int, biases)], vocab_size)
         if len(generation.ids) >= self.context_length:
             raise PromptTooLong(
                 f"the prompt has {len(generation.ids)} tokens, the servers' context length is "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.ranks import DataParallelRank
@@ -50,7 +49,7 @@ class Generation:
     group: str = ""
     num_shared: int = 0
     num_top_logprobs: int = 0
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, object] = field(default_factory=dict)
     prompt_logprobs: bool = False
     stream_interval: int = 1
     experts_from: int = 0

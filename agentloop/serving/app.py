@@ -7,7 +7,6 @@ A request lives in its handler's task: when the client disconnects, its rollouts
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 import uuid
@@ -102,8 +101,6 @@ from agentloop.serving.schemas import (
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["AgentService", "listening"]
-
-log = logging.getLogger(__name__)
 
 
 class RolloutsRequest(pydantic.BaseModel):

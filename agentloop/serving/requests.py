@@ -16,13 +16,14 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pydantic_core
+from pydantic.config import JsonDict, JsonValue
 from pydantic_core import ErrorDetails
 
 from agentloop.agent.constraints import OutputRules
 from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.rollout import TurnOptions
 from agentloop.errors import RequestError, Unsupported
-from agentloop.plain_json import JsonObject, with_whole_pairs
+from agentloop.plain_json import with_whole_pairs
 from agentloop.serving.sampling_fields import SamplingFields
 from agentloop.serving.schemas import InputMessage, ToolDefinition
 
@@ -36,7 +37,7 @@ TypedObject = tuple[str, object, Sequence[str], str]
 class Only(NamedTuple):
     """The values of a parameter that are accepted besides null, and advice for the others."""
 
-    values: tuple[object, ...] = ()
+    values: tuple[JsonValue, ...] = ()
     advice: str = ""
 
 
@@ -98,19 +99,21 @@ ONLY_BARE_MODEL: dict[str, Only] = {
 }
 
 
-def describe_unsupported(unsupported: Mapping[str, Only]) -> Callable[[JsonObject], None]:
+def describe_unsupported(unsupported: Mapping[str, Only]) -> Callable[[JsonDict], None]:
     """Return what adds to a JSON schema the values that are accepted of unsupported parameters."""
 
-    def describe(schema: JsonObject) -> None:
+    def describe(schema: JsonDict) -> None:
+        properties = schema["properties"]
+        assert isinstance(properties, dict)
         for name, only in unsupported.items():
-            schema["properties"][name] = {"enum": [*only.values, None]}
+            properties[name] = {"enum": [*only.values, None]}
 
     return describe
 
 
-def _with_unsupported(schema: JsonObject) -> None:
+def _with_unsupported(schema: JsonDict) -> None:
     describe_unsupported(UNSUPPORTED)(schema)
-    wanted = {"top_logprobs": {"type": "integer", "minimum": 1}}
+    wanted: JsonDict = {"top_logprobs": {"type": "integer", "minimum": 1}}
     schema["if"] = {"properties": wanted, "required": ["top_logprobs"]}
     schema["then"] = {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]}
 

@@ -153,7 +153,6 @@ def test_turn_continues_with_new_weights() -> None:
         assert (first.version, first.start, first.end) == ("3", 0, held - 50)
         assert (second.version, second.start, second.end) == ("4", first.end, 1000)
         assert 200 < first.end < 400
-        assert server.num_recomputed == 100 + first.end
         assert server.num_sampled == 1000
         assert server.busy_s == pytest.approx(anyio.current_time() - 5.0)
 
@@ -184,7 +183,6 @@ def test_real_runs_are_started_and_compared(
         run.mkdir()
         step = {
             "step_s": 10.0 / (age + 1),
-            "wait_s": 1.0,
             "num_sampled_tokens": 100,
             "staleness_mean": age,
             "staleness_max": age,
@@ -198,12 +196,5 @@ def test_real_runs_are_started_and_compared(
     recipe = Path("recipe.toml")
     runs = {age: run_real(recipe, "model", age, 3, tmp_path, ["seed=1"]) for age in (0, 1)}
     lines = real_table(runs, warm_up=1).splitlines()
-    assert lines[-2].startswith("| 0 | 360 | 1.00 | 10.0 | 1.0 |")
-    assert lines[-1].startswith("| 1 | 720 | 2.00 | 5.0 | 1.0 |")
-
-
-def test_stopped_rollouts_are_the_long_ones(results: dict[int, Result]) -> None:
-    shape = replace(SMALL, enough=SMALL.group_size - 1)
-    stopped = train(shape, "balanced", 0, 1, full(SMALL, 1))
-    assert stopped.length < results[0].length
-    assert stopped.step_s < results[0].step_s
+    assert lines[-2].startswith("| 0 | 360 | 1.00 | 10.0 | 10 |")
+    assert lines[-1].startswith("| 1 | 720 | 2.00 | 5.0 | 20 |")

@@ -47,7 +47,7 @@ def test_fall_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     on_file["router"][goodput] *= 2
     file = tmp_path / "baselines.toml"
     file.write_text(to_toml(on_file))
-    small = ["bench.router", "--servers", "2", "--seeds", "1", "--policies", "static,kv"]
+    small = ["bench.router", "--servers", "2", "--seeds", "1", "--policies", "cache_aware,kv"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CHECKS, "router", Check(small, CHECKS["router"].read))
         assert main(["check", "--only", "router", "--baselines", str(file)]) == 1

@@ -66,12 +66,12 @@ JOBS = st.lists(
 )
 
 
-@given(JOBS, st.booleans())
+@given(JOBS)
 @settings(max_examples=150, deadline=None)
 def test_every_job_ends_once_with_all_its_tokens(
-    drawn: list[tuple[float, int, int, str, str]], half: bool
+    drawn: list[tuple[float, int, int, str, str]],
 ) -> None:
-    params = ServerParams(capacity=1000, chunk=300, conservativeness=0.05, retract_half=half)
+    params = ServerParams(capacity=1000, chunk=300, conservativeness=0.05)
     server = ServerModel(params)
     jobs = []
     for number, (when, prompt, output, group, key) in enumerate(drawn):
@@ -167,16 +167,12 @@ def test_least_recently_used_is_evicted_first() -> None:
     assert late[1].num_cached < 300
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_pool_that_overflows_retracts(half: bool) -> None:
-    params = ServerParams(capacity=1000, conservativeness=0.01, retract_half=half)
-    server = ServerModel(params)
+def test_pool_that_overflows_retracts() -> None:
+    server = ServerModel(ServerParams(capacity=1000, conservativeness=0.01))
     jobs = [job(f"j{n}", 60, 120) for n in range(8)]
     ended = run(server, [(0.0, member) for member in jobs])
     assert len(ended) == 8
     assert server.num_retracted == sum(member.num_retractions for member in jobs) > 0
-    if half:
-        assert server.num_retracted >= 4
     assert sum(member.num_recomputed for member in jobs) > 0
 
 

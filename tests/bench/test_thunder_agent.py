@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.placement import PlacementRequest
@@ -10,15 +12,15 @@ from bench.thunder_agent import ThunderAgent
 RANKS = [DataParallelRank(name) for name in "ab"]
 
 
-def ledger() -> KVLedger:
+def ledger(ranks: Sequence[DataParallelRank] = RANKS) -> KVLedger:
     made = KVLedger()
-    for rank in RANKS:
+    for rank in ranks:
         made.add(rank, 10_000)
     return made
 
 
 def choose(policy: ThunderAgent, key: str, num_tokens: int) -> DataParallelRank | None:
-    return policy.choose(PlacementRequest(key, num_tokens, 1000), RANKS, now_s=0.0).rank
+    return policy.choose(PlacementRequest(key, num_tokens, 1000))
 
 
 def test_programs_start_where_most_capacity_is_left() -> None:
@@ -31,9 +33,9 @@ def test_programs_start_where_most_capacity_is_left() -> None:
 
 
 def test_small_programs_that_run_a_tool_pause_first() -> None:
-    policy = ThunderAgent(ledger())
+    policy = ThunderAgent(ledger(RANKS[:1]))
     for key, num_tokens in (("generates", 1000), ("small", 2000), ("large", 3000)):
-        policy.choose(PlacementRequest(key, num_tokens, 1000), RANKS[:1], now_s=0.0)
+        choose(policy, key, num_tokens)
     policy.end_turn("small")
     policy.end_turn("large")
     policy.pause_excess()

@@ -227,7 +227,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--groups",
-        type=_at_least_one,
+        type=console.at_least(1),
         metavar="N",
         help="analyze the last N groups (default: enough for 64 rollouts)",
     )
@@ -264,9 +264,3 @@ async def _entropy(options: argparse.Namespace) -> int:
     else:
         _print(data)
     return 0
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
-    return int(text)

@@ -33,6 +33,7 @@ from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
 from agentloop.launch.progress import ProgressLine
 from agentloop.models.folder import INDEX, MANIFEST, copy_others, tensor_files, true_config
+from agentloop.observe.runs import read_metrics
 from agentloop.plain_json import JsonObject
 
 Dtype = Literal["bfloat16", "float32"]
@@ -232,7 +233,7 @@ def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
             f"Trained with agentloop; weight version {model.version or 'unknown'}."
             + (" No step has changed these weights." if model.version == "0" else ""),
         ),
-        *_metrics_table(model.run / "metrics.jsonl"),
+        *_metrics_table(model.run),
         *("", "## Settings", "", "```toml", config, "```"),
     ]
     files = [f"{checksum}  {file}" for file, checksum in sha256.items() if checksum]
@@ -241,26 +242,16 @@ def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
     (out / "README.md").write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def _metrics_table(path: Path) -> Iterator[str]:
+def _metrics_table(run: Path) -> Iterator[str]:
     """Yield Markdown tables of the last step and of the last evaluation."""
-    last: dict[bool, JsonObject] = {}
-    for row in _rows(path):
+    last: dict[bool, dict[str, object]] = {}
+    for row in read_metrics(run):
         last[any(name.startswith("held_out/") for name in row)] = row
     for is_evaluation, row in sorted(last.items()):
         kind = "evaluation" if is_evaluation else "step"
         yield from ("", f"## Last {kind}", "", "| | |", "|---|---|")
         for name, value in row.items():
             yield f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
-
-
-def _rows(path: Path) -> Iterable[dict[str, object]]:
-    if not path.is_file():
-        return
-    for line in path.read_text("utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:  # an incomplete line of a run that was killed
-            continue
 
 
 def _read_json(path: Path) -> JsonObject:

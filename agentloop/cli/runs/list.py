@@ -17,6 +17,7 @@ from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summari
 from agentloop.cli import console
 from agentloop.errors import RunFolderError
 from agentloop.launch.progress import ProgressLine
+from agentloop.launch.units import size
 from agentloop.rollouts.metrics import mean, percent
 
 _STYLES = {
@@ -126,15 +127,6 @@ def _step(step: int | None, num_steps: int | None) -> str:
 def _checkpoints(steps: Sequence[int]) -> str:
     more = "... " if len(steps) > _MAX_SHOWN else ""
     return more + " ".join(map(str, steps[-_MAX_SHOWN:])) if steps else "-"
-
-
-def size(num_bytes: float) -> str:
-    """Format a size, such as 512 B or 1.4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"
 
 
 def age(seconds: float) -> str:

@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--rollouts",
         metavar="N",
-        type=int,
+        type=console.at_least(0),
         default=_NUM_EXPORTED,
         help="with --export: include the texts of the newest N rollouts "
         f"(default: {_NUM_EXPORTED})",
@@ -106,8 +106,6 @@ def main(arguments: list[str]) -> int:
         run = SAMPLE
     if run is None:
         parser.error("expected the run's folder, such as runs/latest, or --sample")
-    if options.rollouts < 0:
-        parser.error(f"argument --rollouts: must be at least 0, not {options.rollouts}")
     if options.perfetto is not None and options.export is not None:
         parser.error("--perfetto and --export: give one of them")
     if options.perfetto is not None:

@@ -53,17 +53,12 @@ class KVPolicy:
         ledger: KVLedger,
         *,
         costs: Costs | None = None,
-        starvation_threshold_s: float = STARVATION_THRESHOLD_S,
         seed: int = 0,
     ) -> None:
-        """Create a policy; after a wait of `starvation_threshold_s` a turn may evict parked KV.
-
-        `seed` breaks ties.
-        """
+        """Create a policy; `seed` breaks ties."""
         self._ledger = ledger
         self._random = random.Random(seed)
         self._costs = costs or Costs()
-        self._starvation_threshold_s = starvation_threshold_s
 
     def choose(
         self,
@@ -129,7 +124,7 @@ class KVPolicy:
         wait_s = evict_s = 0.0
         if not fits:
             # Its host would bring back what it evicts; otherwise a long wait justifies that.
-            evicts_kept = pool.host_capacity > 0 or waited_s > self._starvation_threshold_s
+            evicts_kept = pool.host_capacity > 0 or waited_s > STARVATION_THRESHOLD_S
             may_evict = (evicts_kept and need <= free + kept) or (
                 not batch and need <= pool.capacity
             )

@@ -105,16 +105,6 @@ class KVPool:
         """Tokens that are neither live, reserved nor of others; parked tokens can be evicted."""
         return self.capacity - self.num_live - self.num_reserved - self.num_others
 
-    def need(self, group: str, num_tokens: int, budget: int) -> int:
-        """Return the tokens that a turn needs: its prompt, minus the siblings' part, and its
-        growth."""
-        growth = min(budget, self.predictor.remaining(group))
-        return num_tokens - self.num_shared(group) + growth
-
-    def fits(self, need: int) -> bool:
-        """Return whether `need` tokens are free; an idle pool accepts whatever it can hold."""
-        return need <= self.num_free or (not self.num_sequences and need <= self.capacity)
-
     def num_cached(self, key: str, group: str) -> int:
         """Return how many tokens of this trajectory's next prompt are cached here."""
         parked = self._parked.get((key, False))

@@ -2,8 +2,7 @@
 
     PlacementRequest ──> KVPolicy.choose ──> Decision: a rank, or wait
 
-`kv_policy.py` is the policy of the runtime; `bench/gateway_policies.py` has those of gateways, for
-comparison.
+`kv_policy.py` is the policy of the runtime; bench/router.py compares others with it.
 """
 
 from __future__ import annotations

@@ -114,9 +114,8 @@ COLUMNS = ("name", "mean reward", "state")
 
 
 def test_table_without_a_terminal_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(COLUMNS, ROWS, numbers=["mean reward"], title="runs", optional=COLUMNS)
+    print_table(COLUMNS, ROWS, numbers=["mean reward"], optional=COLUMNS)
     assert capsys.readouterr().out.splitlines() == [
-        "runs",
         "name         mean reward  state",
         "a                    1.5  ended",
         "a long name        12.25  going on",

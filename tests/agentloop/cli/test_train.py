@@ -292,7 +292,7 @@ def test_steps_of_fine_tuning_are_not_those_of_the_run(
 def test_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
-    assert "--restarts: must be at least 0, not -1" in capsys.readouterr().err
+    assert "--restarts: '-1': expected an integer of at least 0" in capsys.readouterr().err
 
 
 def progress() -> Any:

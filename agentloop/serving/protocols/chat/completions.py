@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import anyio.to_thread
@@ -108,9 +108,10 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, each of which gets a choice."""
-        prompt: Any = self.prompt
-        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        return [prompt] if is_one else prompt
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
 
 
 class Completions:

@@ -4,7 +4,7 @@
 
 The rules are those of chat completions: a parameter or block that would change the answer and is
 not supported is refused by name, anything else that is unknown is ignored. Messages are in
-anthropic_messages.py, answers in anthropic_answers.py.
+reading.py, answers in answers.py.
 """
 
 from __future__ import annotations

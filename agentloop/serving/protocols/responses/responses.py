@@ -2,7 +2,7 @@
 
     body ──parse──> ResponsesRequest ──to_chat──> ChatRequest
 
-The responses are in responses_stream.py, and the items of a conversation in responses_items.py.
+The responses are in stream.py, and the items of a conversation in items.py.
 """
 
 from __future__ import annotations
