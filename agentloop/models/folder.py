@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from agentloop.errors import ModelError
 from agentloop.plain_json import JsonObject
 
-__all__ = ["INDEX", "MANIFEST", "copy_others", "tensor_files", "true_config"]
+__all__ = ["INDEX", "MANIFEST", "copy_others", "read_json", "tensor_files", "true_config"]
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "published.json"
@@ -26,6 +26,17 @@ _WEIGHTS = (
     ".pth", ".safetensors", ".safetensors.difference",
 )  # fmt: skip
 _TEMPLATES = ("chat_template.json", "additional_chat_templates", "chat_templates")
+
+
+def read_json(path: Path) -> JsonObject:
+    """Return the object in a JSON file. Raises ModelError if there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
 
 
 def tensor_files(folder: Path) -> dict[str, Path] | None:
@@ -76,7 +87,7 @@ def copy_others(source: Path, target: Path, *, template: str | None = None) -> N
 def _drop_template(file: Path) -> None:
     """Remove the chat templates from a tokenizer's configuration: one by name might be chosen."""
     if file.is_file():
-        config = json.loads(file.read_text("utf-8"))
+        config = read_json(file)
         if config.pop("chat_template", None) is not None:
             file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
