@@ -19,7 +19,7 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -332,16 +332,25 @@ class _Reader:
 
 
 def read_samples(
-    chat: ChatFormat, settings: DialoguesSettings, *, max_tokens: int
+    chat: ChatFormat,
+    settings: DialoguesSettings,
+    *,
+    max_tokens: int,
+    on_progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Sample], int]:
     """Read all samples; return them and the number of those skipped for exceeding `max_tokens`.
+
+    Args:
+        on_progress: called with a sentence after each thousand dialogues.
 
     Raises:
         DataError: as in `read_dialogues` and `trajectories_of`, or if no samples are left.
     """
     samples: list[Sample] = []
     num_left_out = 0
-    for dialogue in read_dialogues(settings):
+    for number, dialogue in enumerate(read_dialogues(settings)):
+        if number and number % 1000 == 0:
+            on_progress(f"Reading the dialogues: {number:,} so far")
         for trajectory in trajectories_of(
             chat, dialogue, max_tool_response_tokens=settings.max_tool_response_tokens
         ):

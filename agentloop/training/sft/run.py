@@ -149,7 +149,11 @@ async def samples_of(
     progress("Reading the dialogues")
     chat_format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
     read = partial(
-        read_samples, chat_format, settings.data, max_tokens=settings.learner.micro_batch_tokens
+        read_samples,
+        chat_format,
+        settings.data,
+        max_tokens=settings.learner.micro_batch_tokens,
+        on_progress=progress,
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f" ({num_left_out} too long and skipped)" if num_left_out else ""

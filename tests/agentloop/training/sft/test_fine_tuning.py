@@ -340,6 +340,14 @@ def test_samples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> N
         read_samples(FAKE, data, max_tokens=5)
 
 
+def test_long_reading_shows_progress() -> None:
+    lines: list[str] = []
+    data = DialoguesSettings(teacher=2001)
+    samples, _ = read_samples(FAKE, data, max_tokens=100_000, on_progress=lines.append)
+    assert len(samples) >= 2001
+    assert lines == [f"Reading the dialogues: {number} so far" for number in ("1,000", "2,000")]
+
+
 def test_steps_keep_to_the_budget_and_epochs_to_the_data() -> None:
     lengths = [3, 4, 5, 20, 6, 2, 7]
     steps = step_plan(lengths, epochs=3, batch_tokens=10, seed=1)
