@@ -19,7 +19,7 @@ from agentloop.errors import SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import ServerSettings, require_device
 from agentloop.sandbox import SandboxUnavailable
-from agentloop.sandbox.engine import connect, what_it_said
+from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import NoEngine
 from agentloop.sandbox.image import has_image, image_tag
 
@@ -63,7 +63,7 @@ def examine(
     *,
     installed: Callable[[str], bool] = is_installed,
     which: Callable[[str], str | None] = shutil.which,
-    image: Callable[[], bool | SandboxUnavailable] | None = None,
+    image: Callable[[], bool | Exception] | None = None,
     free_gb: Callable[[], float] | None = None,
 ) -> list[Check]:
     """Look for the parts; the arguments take the place of this machine in tests.
@@ -73,7 +73,7 @@ def examine(
     """
     has_gpu = which("nvidia-smi") is not None
     has_image = (image or _engine_has_image)()
-    no_engine = has_image if isinstance(has_image, SandboxUnavailable) else None
+    no_engine = has_image if isinstance(has_image, Exception) else None
     clash = conflict()
     checks = [
         _check("package agentloop", "no other project in the place of ours", not clash, clash),
@@ -148,7 +148,7 @@ def _check(
     return Check(name, purpose, is_there, is_optional, "" if is_there else remedy)
 
 
-def _engine_has_image() -> bool | SandboxUnavailable:
+def _engine_has_image() -> bool | Exception:
     """Return whether Docker Engine has the sandbox's image, or why it cannot be asked."""
 
     async def ask() -> bool:
@@ -157,10 +157,8 @@ def _engine_has_image() -> bool | SandboxUnavailable:
 
     try:
         return anyio.run(ask)
-    except SandboxUnavailable as error:
+    except (SandboxUnavailable, aiodocker.DockerError) as error:
         return error
-    except aiodocker.DockerError as error:
-        return SandboxUnavailable(f"Docker Engine: {what_it_said(error)}")
 
 
 def _free_gb() -> float:

@@ -255,8 +255,7 @@ class _Reader:
                 check_weight(index, self._messages[index])
                 index += 1
                 continue
-            prompt_ids = self._chat.prompt(self._messages[:index], self._tools)
-            self._begin(index, prompt_ids)
+            self._begin(index, self._chat.prompt(self._messages[:index], self._tools))
             index = self._add_turns(index)
         if self._role(-1) != "assistant":
             raise RequestError("the last message must be the assistant's")
@@ -327,30 +326,22 @@ class _Reader:
         """Return the role of messages[index], or None if there is no such message."""
         if not -1 <= index < len(self._messages) or not self._messages:
             return None
-        role: str = self._messages[index]["role"]
-        return role
+        return str(self._messages[index]["role"])
 
 
 def read_samples(
-    chat: ChatFormat,
-    settings: DialoguesSettings,
-    *,
-    max_tokens: int,
-    on_progress: Callable[[str], None] = lambda line: None,
+    chat: ChatFormat, settings: DialoguesSettings, *, max_tokens: int, say: Callable[[str], None]
 ) -> tuple[list[Sample], int]:
-    """Read all samples; return them and the number of those skipped for exceeding `max_tokens`.
-
-    Args:
-        on_progress: called with a sentence after each thousand dialogues.
+    """Read all samples, saying how many; return them and the number of those over `max_tokens`.
 
     Raises:
         DataError: as in `read_dialogues` and `trajectories_of`, or if no samples are left.
     """
     samples: list[Sample] = []
     num_left_out = 0
-    for number, dialogue in enumerate(read_dialogues(settings)):
-        if number and number % 1000 == 0:
-            on_progress(f"Reading the dialogues: {number:,} so far")
+    for num_dialogues, dialogue in enumerate(read_dialogues(settings), 1):
+        if num_dialogues % 1000 == 0:
+            say(f"Reading the dialogues: {num_dialogues:,} so far")
         for trajectory in trajectories_of(
             chat, dialogue, max_tool_response_tokens=settings.max_tool_response_tokens
         ):

@@ -13,9 +13,7 @@ from agentloop.sandbox.errors import NoEngine
 from agentloop.sandbox.image import image_tag
 
 
-def checks(
-    *lacks: str, image: bool | SandboxUnavailable = True, free_gb: float = 50.0
-) -> dict[str, Check]:
+def checks(*lacks: str, image: bool | Exception = True, free_gb: float = 50.0) -> dict[str, Check]:
     checks = examine(
         installed=lambda name: name not in lacks,
         which=lambda name: None if name in lacks else f"/usr/bin/{name}",
