@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 
 __all__ = ["main"]
 
@@ -44,6 +45,8 @@ _MODULES = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command named by the first argument and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, TextIOWrapper):  # a locale may lack what a model writes
+        sys.stdout.reconfigure(errors="backslashreplace")
     return _dispatch("agentloop", "agentloop.cli", _COMMANDS, arguments)
 
 

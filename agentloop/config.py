@@ -45,6 +45,7 @@ __all__ = [
 
 _ENV_PREFIX = "AGENTLOOP_"
 _BASE = "the base"
+_MAX_SUGGESTED = 3
 _RECIPES = Path(__file__).with_name("cli") / "recipes"
 # Settings that were removed, with the value that the code now has: older runs name them. With ...,
 # whatever the run had does not change what it computes.
@@ -326,22 +327,22 @@ def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:
     prefix = f"{at}." if at else ""
     # Without the section: it would make all of its settings alike.
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.65)
-    if below := _below(model, key):  # such as learner.optimizer.lr for learner.lr
-        near = [below]
-    if near:
-        return f" (did you mean {prefix + near[0]!r}?)"
+    # Such as learner.optimizer.lr for learner.lr.
+    if near := _below(model, key)[:_MAX_SUGGESTED] or near:
+        return f" (did you mean {' or '.join(repr(prefix + name) for name in near)}?)"
     return f" (known here: {', '.join(prefix + name for name in model.model_fields)})"
 
 
-def _below(model: type[pydantic.BaseModel], key: str) -> str:
-    """Return the full name of the only setting in a section of `model` that has this name."""
+def _below(model: type[pydantic.BaseModel], key: str) -> list[str]:
+    """Return the full names of the settings in sections of `model` that have this name."""
     names = []
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         is_one = section is field.annotation or type(None) in get_args(field.annotation)
-        if section is not None and is_one and key in section.model_fields:
-            names.append(name)
-    return f"{names[0]}.{key}" if len(names) == 1 else ""
+        if section is not None and is_one:
+            inner = [key] * (key in section.model_fields) + _below(section, key)
+            names += [f"{name}.{found}" for found in inner]
+    return names
 
 
 def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str:

@@ -87,9 +87,12 @@ def sole(error: BaseException) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error of foreign code; "" if its own `__str__` raises."""
+    """Return the message of an error of foreign code; "" if its own `__str__` raises.
+
+    That of a group consists of those of its errors.
+    """
     try:
-        return str(error)
+        return "; ".join(dict.fromkeys(map(str, leaves(error))))
     except Exception:
         return ""
 

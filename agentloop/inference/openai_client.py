@@ -383,7 +383,7 @@ class OpenAIClient:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = str(error) or type(error).__name__
-            raise ServerUnavailable(f"{self._where}: {problem}") from error
+            raise ServerUnavailable(f"{self._prefix}url: {self._where}: {problem}") from error
 
     def _refusal(self, answer: httpx.Response) -> ServerRefused:
         """Return the error of a request that may succeed later.

@@ -5,6 +5,7 @@ Nothing is started: packages are looked up, and Docker Engine is asked for the s
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import ServerSettings, require_device
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import NoEngine
 from agentloop.sandbox.image import has_image, image_tag
 
 _MIN_FREE_GB = 5
 _CONNECT_S = 5.0
+_INSTALL_ENGINE = (
+    "; start it, or install it: https://docs.docker.com/engine/install "
+    "(`python -m agentloop.sandbox doctor` shows the isolation without it)"
+)
 # What each optional part is for, by the extra that installs it, and its modules.
 _EXTRAS = {
     "train": ("agentloop train, agentloop sft", ("torch", "deepspeed", "peft")),
@@ -55,16 +61,17 @@ def examine(
     *,
     installed: Callable[[str], bool] = is_installed,
     which: Callable[[str], str | None] = shutil.which,
-    image: Callable[[], bool | None] | None = None,
+    image: Callable[[], bool | Exception] | None = None,
     free_gb: Callable[[], float] | None = None,
 ) -> list[Check]:
     """Look for the parts; the arguments take the place of this machine in tests.
 
     Args:
-        image: returns whether the engine has the sandbox's image; None: there is no engine.
+        image: returns whether the engine has the sandbox's image, or why it cannot be asked.
     """
     has_gpu = which("nvidia-smi") is not None
     has_image = (image or _engine_has_image)()
+    no_engine = has_image if isinstance(has_image, Exception) else None
     clash = conflict()
     checks = [
         _check("package agentloop", "no other project in the place of ours", not clash, clash),
@@ -84,15 +91,15 @@ def examine(
         _check(
             "Docker Engine",
             "calls in containers; otherwise in local processes",
-            has_image is not None,
-            "start it, or install it: https://docs.docker.com/engine/install "
-            "(`python -m agentloop.sandbox doctor` shows the isolation without it)",
-            is_optional=True,
+            no_engine is None,
+            str(no_engine) + _INSTALL_ENGINE * isinstance(no_engine, NoEngine),
+            # Local processes take its place only where nothing names an engine.
+            is_optional=isinstance(no_engine, NoEngine) and not os.environ.get("DOCKER_HOST"),
         ),
         _check(
             f"sandbox image {image_tag()}",
             "what containers start from; otherwise it is built when it is first needed",
-            bool(has_image),
+            has_image is True,
             "python -m agentloop.sandbox.image build, with Docker Engine; takes some minutes",
             is_optional=True,
         ),
@@ -139,8 +146,8 @@ def _check(
     return Check(name, purpose, is_there, is_optional, "" if is_there else remedy)
 
 
-def _engine_has_image() -> bool | None:
-    """Return whether Docker Engine has the sandbox's image; None if no engine answers."""
+def _engine_has_image() -> bool | Exception:
+    """Return whether Docker Engine has the sandbox's image, or why it cannot be asked."""
 
     async def ask() -> bool:
         async with connect(timeout_s=_CONNECT_S) as docker:
@@ -148,8 +155,8 @@ def _engine_has_image() -> bool | None:
 
     try:
         return anyio.run(ask)
-    except (SandboxUnavailable, aiodocker.DockerError):
-        return None
+    except (SandboxUnavailable, aiodocker.DockerError) as error:
+        return error
 
 
 def _free_gb() -> float:

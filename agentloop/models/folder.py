@@ -26,6 +26,17 @@ _WEIGHTS = (
 _TEMPLATES = ("chat_template.json", "additional_chat_templates", "chat_templates")
 
 
+def read_json(path: Path) -> JsonObject:
+    """Return the object in a JSON file. Raises ModelError if there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
+
+
 def tensor_files(folder: Path) -> dict[str, Path] | None:
     """Return the file of each tensor, or None if the folder has no safetensors files.
 
@@ -74,7 +85,7 @@ def copy_others(source: Path, target: Path, *, template: str | None = None) -> N
 def _drop_template(file: Path) -> None:
     """Remove the chat templates from a tokenizer's configuration: one by name might be chosen."""
     if file.is_file():
-        config = json.loads(file.read_text("utf-8"))
+        config = read_json(file)
         if config.pop("chat_template", None) is not None:
             file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

@@ -18,6 +18,10 @@ import anyio
 
 from agentloop.sandbox.errors import NoEngine, SandboxUnavailable
 
+WITHOUT_ENGINE = (
+    "choose local processes, which isolate calls as `python -m agentloop.sandbox doctor` shows: "
+    "set backend=process (agentloop: sandbox.backend=process, sandbox.serve: pool.backend=process)"
+)
 ANSWER_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0
 
@@ -119,7 +123,8 @@ def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
     """Return an error that explains what is wrong with an engine."""
     # aiodocker wraps aiohttp's error without setting it as the cause.
     origin = error.__context__ if isinstance(error, aiodocker.DockerError) else error
-    where = f"no Docker Engine responds at {engine}"
+    named = " (DOCKER_HOST)" if engine == os.environ.get("DOCKER_HOST") else ""
+    where = f"no Docker Engine responds at {engine}{named}"
     match origin:
         case OSError(errno=errno.ENOENT):
             return NoEngine(f"{where}: there is no such socket")
@@ -127,10 +132,8 @@ def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
             return NoEngine(f"{where}: nothing listens there")
         case OSError(errno=errno.EACCES):
             return SandboxUnavailable(
-                f"this user may not use the Docker Engine at {engine}: permission denied. Add the "
-                "user to the group docker (and log in again), or choose local processes, which "
-                "isolate calls as `python -m agentloop.sandbox doctor` shows: set backend=process "
-                "(agentloop: sandbox.backend=process, sandbox.serve: pool.backend=process)"
+                f"this user may not use the Docker Engine at {engine}{named}: permission denied. "
+                f"Add the user to the group docker (and log in again), or {WITHOUT_ENGINE}"
             )
         case aiohttp.ClientConnectorCertificateError():
             reason = str(origin.certificate_error)

@@ -35,6 +35,7 @@ from agentloop.sandbox.computer.machine import ComputerSpec
 from agentloop.sandbox.computer.place import ComputerPlaces
 from agentloop.sandbox.computer.remote import HostPlace
 from agentloop.sandbox.container import ContainerEngine, DockerBackend, docker_backend
+from agentloop.sandbox.engine import WITHOUT_ENGINE
 from agentloop.sandbox.errors import (
     NoEngine,
     Overloaded,
@@ -157,7 +158,7 @@ class Pool:
             # An explicitly configured engine or image is never replaced by local processes.
             named = settings.engines or settings.image or os.environ.get("DOCKER_HOST")
             if settings.backend == "docker" or named:
-                raise
+                raise NoEngine(f"{error}. Start it, or {WITHOUT_ENGINE}") from error
             self._on_progress(f"Calls run in local processes: {error}.")
             return await stack.enter_async_context(process_backend(settings))
 

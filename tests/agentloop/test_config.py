@@ -111,6 +111,7 @@ def test_override_needs_no_quotes(override: str, model: str) -> None:
         (["server.server=1"], r"unknown setting 'server.server' \(known here: server\.port, "),
         (["wing.inner.deep=1"], "did you mean 'wing.inner.depth'"),
         (["wing.depth=1"], "did you mean 'wing.inner.depth'"),
+        (["depth=1"], "did you mean 'wing.inner.depth'"),
         (["server=1"], "'server' is a section: set server.KEY"),
         (["server.port"], "is not a setting: write section.key=value"),
         (["=1"], "is not a setting"),

@@ -17,7 +17,7 @@ from agentloop.errors import (
 )
 from tests.fakes import Unprintable
 
-BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut off")
+BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,10 @@ def test_place_of_an_error_is_in_the_users_code() -> None:
         (KeyError("board"), "KeyError: 'board'"),
         (TimeoutError(), "TimeoutError"),
         (Unprintable(), "Unprintable"),
+        (
+            ExceptionGroup("", [DOWN, ExceptionGroup("", [CUT, DOWN])]),
+            "ExceptionGroup: down; cut",
+        ),
     ],
 )
 def test_summary_of_an_error_is_one_line(error: Exception, summary: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -60,6 +61,16 @@ def test_folder_without_a_run_is_one_line(
     (line,) = error.splitlines()
     assert line.startswith("agentloop: error: ")
     assert str(run) in line
+
+
+def test_character_that_the_locale_lacks_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, "ascii", write_through=True) as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["--version"]) == 0
+        print("▶ done")
+        assert written.getvalue().endswith(b"\\u25b6 done\n")
+        monkeypatch.undo()
 
 
 def test_groups_of_commands_have_help_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

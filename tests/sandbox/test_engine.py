@@ -162,7 +162,7 @@ async def test_local_processes_where_no_engine_listens(
                 async with Pool(PoolSettings.model_validate(named)):
                     pass
         monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
-        with pytest.raises(NoEngine):
+        with pytest.raises(NoEngine, match=r"docker.sock \(DOCKER_HOST\): .* backend=process"):
             async with Pool():
                 pass
     assert capfd.readouterr().err == ""

@@ -32,9 +32,15 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
 from agentloop.launch.progress import ProgressLine
-from agentloop.models.folder import INDEX, MANIFEST, copy_others, tensor_files, true_config
+from agentloop.models.folder import (
+    INDEX,
+    MANIFEST,
+    copy_others,
+    read_json,
+    tensor_files,
+    true_config,
+)
 from agentloop.observe.runs import read_metrics
-from agentloop.plain_json import JsonObject
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -78,8 +84,10 @@ def find(source: Path, step: int | None = None) -> ModelSource:
     if step is None and (model / "config.json").is_file():
         return ModelSource(model, source, _version(model))
     chosen = max(versions, default=None) if step is None else step
+    if not versions:
+        raise ModelError(f"{source}: it has no published weights yet")
     if chosen not in versions:
-        available = ", ".join(map(str, sorted(versions))) or "none"
+        available = ", ".join(map(str, sorted(versions)))
         wanted = "" if step is None else f" of step {step}"
         raise ModelError(
             f"{source}: no published weights{wanted} (available: {available}); a run keeps only "
@@ -129,7 +137,7 @@ def _is_run(folder: Path) -> bool:
 def _version(folder: Path) -> str | None:
     if not (folder / MANIFEST).is_file():
         return None
-    version: str = _read_json(folder / MANIFEST).get("version", "")
+    version: str = read_json(folder / MANIFEST).get("version", "")
     return version
 
 
@@ -137,7 +145,7 @@ def _check(folder: Path) -> dict[str, str]:
     """Verify the weight files; return their SHA-256 by name, "" if none was published."""
     published: dict[str, str] = {}
     if (folder / MANIFEST).is_file():
-        published = _read_json(folder / MANIFEST).get("sha256", {})
+        published = read_json(folder / MANIFEST).get("sha256", {})
     places = {} if published else tensor_files(folder) or {}
     files = list(published) or sorted({path.name for path in places.values()})
     files = files or ["model.safetensors"]
@@ -151,7 +159,7 @@ def _check(folder: Path) -> dict[str, str]:
 
 def _write(model: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype | None) -> None:
     copy_others(model.folder, out)
-    config = _read_json(out / "config.json")
+    config = read_json(out / "config.json")
     if dtype is not None and config.get("quantization_config"):
         raise ModelError(f"{model.folder}: quantized weights cannot be cast: omit --dtype")
     kinds: Counter[str] = Counter()
@@ -168,7 +176,7 @@ def _write(model: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
         with target.open("rb") as stream:
             num_bytes += target.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
     if len(weights) > 1:
-        index = _read_json(model.folder / INDEX)
+        index = read_json(model.folder / INDEX)
         _write_json(out / INDEX, index | {"metadata": {"total_size": num_bytes}})
     stored_dtype = kinds.most_common(1)[0][0] or None
     _write_json(out / "config.json", true_config(config, stored_dtype, quantized=True))
@@ -177,10 +185,10 @@ def _write(model: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
 def _write_ends(out: Path, stop_ids: Iterable[int]) -> None:
     """Let generation end where the model was trained to end a turn."""
     path, names = out / "generation_config.json", ("bos_token_id", "eos_token_id", "pad_token_id")
-    config = _read_json(out / "config.json")
+    config = read_json(out / "config.json")
     generation = {name: config[name] for name in names if config.get(name) is not None}
     if path.is_file():
-        generation = _read_json(path)
+        generation = read_json(path)
     ends = generation.get("eos_token_id")
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     missing = [id for id in stop_ids if id not in known]
@@ -252,16 +260,6 @@ def _metrics_table(run: Path) -> Iterator[str]:
         yield from ("", f"## Last {kind}", "", "| | |", "|---|---|")
         for name, value in row.items():
             yield f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
-
-
-def _read_json(path: Path) -> JsonObject:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return value
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

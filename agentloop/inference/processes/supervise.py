@@ -24,7 +24,6 @@ from typing import Literal
 
 import anyio
 import httpx
-import orjson
 from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
@@ -34,6 +33,7 @@ from agentloop.inference.cpu import NO_ACCELERATOR, OVERLAY, PRIVATE, has_accele
 from agentloop.inference.processes.keyed import KEY_VARIABLE
 from agentloop.inference.processes.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
+from agentloop.models.folder import read_json
 
 _SGLANG, _KEYED = "sglang.launch_server", "agentloop.inference.processes.keyed"
 _GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -516,7 +516,7 @@ def _cpu_kv_tokens(folder: Path | None) -> int:
     """
     if folder is None:
         return _CPU_KV_TOKENS
-    config = orjson.loads((folder / "config.json").read_bytes())
+    config = read_json(folder / "config.json")
     config = config.get("text_config", config)
     try:
         heads = config["num_attention_heads"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http.client import responses
@@ -77,7 +78,10 @@ class ControlClient:
                 if response.status != 200:
                     raise refusal(self._url + path, response.status, content)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerUnavailable(f"{self._url}: {str(error) or type(error).__name__}") from error
+            reason = str(error) or type(error).__name__
+            if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
+                reason = "no server listens there"
+            raise ServerUnavailable(f"{self._url}: {reason}") from error
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:

@@ -46,8 +46,8 @@ class Interrupted:
         num_anew = self.num_groups * group_size - self.num_ended - self.num_begun
         return (
             f"Of {count_of(self.num_groups, 'group')} that the stop has interrupted, "
-            f"{count_of(self.num_ended, 'rollout')} had ended and are kept, {self.num_begun} go on "
-            f"after their last turn, and {num_anew} start anew"
+            f"{count_of(self.num_ended, 'rollout')} had ended, {self.num_begun} can go on after "
+            f"their last turn, and {num_anew} must start anew"
         )
 
 

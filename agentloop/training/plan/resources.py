@@ -34,7 +34,6 @@ and most rollouts are shorter.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -49,6 +48,7 @@ from safetensors import SafetensorError, safe_open
 from agentloop.errors import ModelError, SettingsError
 from agentloop.launch.units import number, size
 from agentloop.models import SMALL, not_a_model
+from agentloop.models.folder import read_json
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
@@ -105,7 +105,7 @@ class ModelShape:
         Raises:
             ModelError: the configuration is missing values or of an unsupported kind.
         """
-        config = _read_config(folder) | dict(changes or {})
+        config = read_json(folder / "config.json") | dict(changes or {})
         try:
             heads = config["num_attention_heads"]
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -347,14 +347,6 @@ def this_machine(folder: Path = Path()) -> Machine:
     except (OSError, subprocess.SubprocessError, ValueError):
         sizes = []  # there is no GPU, or its size is unknown
     return Machine(ram, free, len(sizes), min(sizes, default=0))
-
-
-def _read_config(folder: Path) -> JsonObject:
-    try:
-        config: JsonObject = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}/config.json: {error}") from error
-    return config
 
 
 def _count(config: JsonObject, query: int, kv: int) -> int:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.distribution import version
-from agentloop.errors import RequestError, ServerError, message_of, sole
+from agentloop.errors import RequestError, ServerError, message_of
 from agentloop.events import Emit, Event, Measured
 from agentloop.launch.progress import ProgressLine
 from agentloop.observe.archive import read_group, read_rollout
@@ -153,7 +153,7 @@ class RunDashboard:
         try:
             yield
         except Exception as error:
-            message = message_of(sole(error)).partition("\n")[0] or type(error).__name__
+            message = message_of(error).partition("\n")[0] or type(error).__name__
             await live.end("failed", f"The run has failed: {message}. {again}")
             raise
         except BaseException:

@@ -134,8 +134,7 @@ class RunFolder:
             yield
         except Exception as error:
             with suppress(RunFolderError):  # the disk may be what failed
-                cause = sole(error)
-                self.write("failed", f"{message_of(cause) or type(cause).__name__}\n")
+                self.write("failed", f"{message_of(error) or type(sole(error)).__name__}\n")
             raise
 
     @property
@@ -221,7 +220,9 @@ class RunFolder:
         for folder in (*newest, path / "model", path / "sft" / "model"):
             if (folder / "config.json").is_file():
                 return folder
-        raise RunFolderError(f"{path} is not a run with a model. Try `agentloop runs list`.")
+        raise RunFolderError(
+            f"{path} is not a run with a model, or not yet. Try `agentloop runs list`."
+        )
 
     def add_metrics(self, metrics: Mapping[str, object]) -> None:
         """Append a row to metrics.jsonl. Raises RunFolderError if that fails (disk full)."""

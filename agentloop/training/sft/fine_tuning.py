@@ -19,7 +19,7 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,8 +226,7 @@ class _Reader:
                 check_weight(index, self._messages[index])
                 index += 1
                 continue
-            prompt_ids = self._chat.prompt(self._messages[:index], self._tools)
-            self._begin(index, prompt_ids)
+            self._begin(index, self._chat.prompt(self._messages[:index], self._tools))
             index = self._add_turns(index)
         if self._role(-1) != "assistant":
             raise RequestError("the last message must be the assistant's")
@@ -298,21 +297,22 @@ class _Reader:
         """Return the role of messages[index], or None if there is no such message."""
         if not -1 <= index < len(self._messages) or not self._messages:
             return None
-        role: str = self._messages[index]["role"]
-        return role
+        return str(self._messages[index]["role"])
 
 
 def read_samples(
-    chat: ChatFormat, settings: DialoguesSettings, *, max_tokens: int
+    chat: ChatFormat, settings: DialoguesSettings, *, max_tokens: int, say: Callable[[str], None]
 ) -> tuple[list[Sample], int]:
-    """Read all samples; return them and the number of those skipped for exceeding `max_tokens`.
+    """Read all samples, saying how many; return them and the number of those over `max_tokens`.
 
     Raises:
         DataError: as in `read_dialogues` and `trajectories_of`, or if no samples are left.
     """
     samples: list[Sample] = []
     num_left_out = 0
-    for dialogue in read_dialogues(settings):
+    for num_dialogues, dialogue in enumerate(read_dialogues(settings), 1):
+        if num_dialogues % 1000 == 0:
+            say(f"Reading the dialogues: {num_dialogues:,} so far")
         for trajectory in trajectories_of(
             chat, dialogue, max_tool_response_tokens=settings.max_tool_response_tokens
         ):

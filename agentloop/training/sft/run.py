@@ -137,9 +137,8 @@ async def samples_of(
     """Read the dialogues and encode them as samples for `model`. Raises DataError."""
     progress("Reading the dialogues")
     chat_format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
-    read = partial(
-        read_samples, chat_format, settings.data, max_tokens=settings.learner.max_sample_tokens
-    )
+    limit = settings.learner.max_sample_tokens
+    read = partial(read_samples, chat_format, settings.data, max_tokens=limit, say=progress)
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f" ({num_left_out} too long and skipped)" if num_left_out else ""
     num_tokens = sum(len(sample.ids) for sample in samples)

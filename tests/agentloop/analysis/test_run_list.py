@@ -121,9 +121,9 @@ def test_last_written_files_show_how_a_run_ended(
 def test_run_ended_by_an_error_has_failed_until_resumed(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
     with pytest.raises(ExceptionGroup), RunFolder(path).noting_failure():
-        raise ExceptionGroup("tasks", [ZeroDivisionError("division by zero")])
+        raise ExceptionGroup("tasks", [ZeroDivisionError("division by zero"), *2 * [OSError("up")]])
     summary = summarize(path)
-    assert (summary.state, summary.problems) == (RunState.FAILED, ("division by zero",))
+    assert (summary.state, summary.problems) == (RunState.FAILED, ("division by zero; up",))
     with pytest.raises(asyncio.CancelledError), RunFolder(path).noting_failure():
         raise asyncio.CancelledError
     RunFolder(path).tell(TRAIN)

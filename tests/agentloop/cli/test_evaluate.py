@@ -416,7 +416,7 @@ def test_plan_says_problems_first(
     url = "endpoint.url=http://127.0.0.1:9/v1"
     assert main(["--dry-run", "--tasks", str(file), url]) == 2
     first, second = capsys.readouterr().out.splitlines()  # and no counts of nothing
-    assert first.startswith("missing    http://127.0.0.1:9/v1: ")
+    assert first.startswith("missing    endpoint.url: http://127.0.0.1:9/v1: ")
     assert second == f"missing    {file}: No such file"
     write(file, "1")
     assert main(["--dry-run", "--tasks", str(file), url, "servers=['http://127.0.0.1:1']"]) == 2

@@ -69,7 +69,7 @@ def test_answers_are_compared_where_the_task_is_known(
     assert run("dialogues", record.path, "--min-reward", "0.5", "--out", out) == 0
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["id"] == "1-s.0"
-    samples, _ = read_samples(CHAT, DialoguesSettings(paths=[out]), max_tokens=10_000)
+    samples, _ = read_samples(CHAT, DialoguesSettings(paths=[out]), max_tokens=10_000, say=print)
     (sample,) = samples
     exact = Trajectory.from_dict(before[0]["trajectory"])
     assert (sample.ids, sample.mask) == (exact.ids, exact.mask)
@@ -149,4 +149,4 @@ def test_ids_that_cannot_be_trained_on_are_refused(line: Any, message: str, tmp_
     file = tmp_path / "lines.jsonl"
     file.write_text(json.dumps(line))
     with pytest.raises(DataError, match=message):
-        read_samples(chat_format(), DialoguesSettings(paths=[file]), max_tokens=100)
+        read_samples(chat_format(), DialoguesSettings(paths=[file]), max_tokens=100, say=print)

@@ -137,7 +137,7 @@ async def test_server_that_is_added_later_needs_the_required_weights() -> None:
 async def test_server_that_cannot_be_used_is_an_error_of_opening() -> None:
     async with http_session() as session:
         replicas = Watched().replicas
-        with pytest.raises(ServerUnavailable):
+        with pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1: no server listens there"):
             async with replicas.watching([SGLangServer("http://127.0.0.1:1", session)]):
                 raise AssertionError("there is no server")
 

@@ -8,10 +8,12 @@ import pytest
 
 from agentloop.__main__ import main
 from agentloop.launch.machine import Check, examine, report
+from agentloop.sandbox import SandboxUnavailable
+from agentloop.sandbox.errors import NoEngine
 from agentloop.sandbox.image import image_tag
 
 
-def checks(*lacks: str, image: bool | None = True, free_gb: float = 50.0) -> dict[str, Check]:
+def checks(*lacks: str, image: bool | Exception = True, free_gb: float = 50.0) -> dict[str, Check]:
     checks = examine(
         installed=lambda name: name not in lacks,
         which=lambda name: None if name in lacks else f"/usr/bin/{name}",
@@ -30,11 +32,22 @@ def test_complete_machine_lacks_nothing() -> None:
 def test_missing_part_says_how_to_get_it() -> None:
     assert checks("sglang")["SGLang"].remedy == "python -m agentloop.inference.install"
     assert "[train]" in checks("deepspeed")["extra train (lacks deepspeed)"].remedy
-    assert "docs.docker.com" in checks(image=None)["Docker Engine"].remedy
     assert checks(image=False)["Docker Engine"].is_there
     remedy = checks(image=False)[f"sandbox image {image_tag()}"].remedy
     assert "agentloop.sandbox.image build" in remedy
     assert not checks(free_gb=1.0)["disk space"].is_there
+
+
+def test_engine_that_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    nothing, forbidden = NoEngine("nothing listens there"), SandboxUnavailable("permission denied")
+    missing, refused = (checks(image=error)["Docker Engine"] for error in (nothing, forbidden))
+    assert missing.remedy.startswith("nothing listens there; start it, or install it: https://docs")
+    assert (refused.remedy, refused.is_there) == ("permission denied", False)
+    # Local processes take the place of an engine that is missing, and of no other.
+    assert (missing.is_optional, refused.is_optional) == (True, False)
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    assert not checks(image=nothing)["Docker Engine"].is_optional
 
 
 def test_report_names_each_missing_part_with_its_remedy() -> None:

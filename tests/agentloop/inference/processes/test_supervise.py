@@ -455,10 +455,12 @@ def test_folder_that_holds_no_model(tmp_path: Path, as_text: bool) -> None:
             plan(str(folder) if as_text else folder, ServerSettings(), log_dir=tmp_path)
 
 
-def test_config_without_a_needed_key(model: Path, tmp_path: Path) -> None:
-    (model / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="num_attention_heads"):
-        plan(model, ServerSettings(device="cpu"), log_dir=tmp_path)
+def test_config_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
+    reasons = {"{}": "num_attention_heads", "{": "config.json: ", "[]": "expected a JSON object"}
+    for text, error in reasons.items():
+        (model / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=error):
+            plan(model, ServerSettings(device="cpu"), log_dir=tmp_path)
 
 
 def test_port_in_use(model: Path, tmp_path: Path) -> None:

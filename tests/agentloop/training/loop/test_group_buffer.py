@@ -240,7 +240,8 @@ async def test_group_of_which_something_was_kept_has_its_version(tmp_path: Path)
             interrupted = await buffer.begin_stage(tasks, num_groups=100, ids=None)
             assert interrupted == Interrupted(3, num_ended=1, num_begun=2)
             assert "1 rollout had ended" in interrupted.in_words(4)
-            assert "2 go on after their last turn, and 9 start anew" in interrupted.in_words(4)
+            assert "2 can go on" in interrupted.in_words(4)
+            assert "9 must start anew" in interrupted.in_words(4)
             assert [(await buffer.admit()).version for _ in range(3)] == versions
             assert bool(await queue.rolled_out.conversations()) is (live == 1)
 

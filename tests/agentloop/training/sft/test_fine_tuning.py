@@ -325,7 +325,7 @@ def test_bad_line_is_named(tmp_path: Path, row: Any, stated: str) -> None:
     bad = row if isinstance(row, str) else json.dumps(row)
     path.write_text(f"{good}\n\n{bad}\n", "utf-8")
     with pytest.raises(DataError) as error:
-        read_samples(FAKE, DialoguesSettings(paths=[path]), max_tokens=1000)
+        read_samples(FAKE, DialoguesSettings(paths=[path]), max_tokens=1000, say=print)
     assert f"{path}: line 3" in str(error.value)
     assert stated in str(error.value)
 
@@ -336,10 +336,18 @@ def test_samples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> N
     rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, long]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     data = DialoguesSettings(paths=[path])
-    samples, num_left_out = read_samples(FAKE, data, max_tokens=150)
+    samples, num_left_out = read_samples(FAKE, data, max_tokens=150, say=print)
     assert (len(samples), num_left_out) == (1, 1)
     with pytest.raises(DataError, match=r"data.paths: no dialogue has at most 5 tokens"):
-        read_samples(FAKE, data, max_tokens=5)
+        read_samples(FAKE, data, max_tokens=5, say=print)
+
+
+def test_long_reading_shows_progress() -> None:
+    lines: list[str] = []
+    data = DialoguesSettings(teacher=2001)
+    samples, _ = read_samples(FAKE, data, max_tokens=100_000, say=lines.append)
+    assert len(samples) >= 2001
+    assert lines == [f"Reading the dialogues: {number} so far" for number in ("1,000", "2,000")]
 
 
 def test_steps_keep_to_the_budget_and_epochs_to_the_data() -> None:
