@@ -91,9 +91,10 @@ async def test_sandbox_failures_are_infrastructure_failures(status: SandboxStatu
 
 async def test_cells_share_a_session_that_ends_with_the_trajectory() -> None:
     fake = FakePool(result(), result())
+    arguments: dict[str, object] = {"code": "x"}
     async with Tools([JupyterCode(pool(fake))]) as tools, anyio.create_task_group() as tasks:
         for _ in range(2):
-            tasks.start_soon(tools.run, JupyterCode.name, {"code": "x"})
+            tasks.start_soon(tools.run, JupyterCode.name, arguments)
     assert (fake.num_sessions, fake.num_open, fake.max_running) == (1, 0, 1)
 
 
@@ -150,9 +151,10 @@ async def test_no_free_session_for_a_notebook_is_an_infrastructure_failure() -> 
 
 async def test_cancelled_cell_leaves_no_session() -> None:
     fake = FakePool()
+    arguments: dict[str, object] = {"code": "hang"}
     with anyio.CancelScope() as scope:
         async with Tools([JupyterCode(pool(fake))]) as tools, anyio.create_task_group() as tasks:
-            tasks.start_soon(tools.run, JupyterCode.name, {"code": "hang"})
+            tasks.start_soon(tools.run, JupyterCode.name, arguments)
             await anyio.wait_all_tasks_blocked()
             scope.cancel()
     assert (fake.num_sessions, fake.num_open, fake.num_running) == (1, 0, 0)

@@ -140,14 +140,16 @@ def test_feedback_on_calls_that_cannot_run() -> None:
 
 
 def test_schemas_by_wording() -> None:
-    plain, release = (python_code_schema("run", tool_format=form) for form in ("plain", "release"))
+    forms: Any = ("plain", "release")
+    schemas: Any = [python_code_schema("run", tool_format=form) for form in forms]
+    plain, release = schemas
     assert plain["function"]["parameters"]["required"] == ["code"]
     assert release["function"]["parameters"]["required"] == ["code", "input"]
-    paper = paper_schema("run")
+    paper: Any = paper_schema("run")
     returned = paper["function"].pop("return")
     assert returned["description"].startswith("str: The output produced")
     assert paper == release
-    cells = [jupyter_code_schema("cell", tool_format=form) for form in ("plain", "release")]
+    cells: Any = [jupyter_code_schema("cell", tool_format=form) for form in forms]
     assert cells[0] != cells[1]
     for schema in (plain, release, *cells):
         parameters = schema["function"]["parameters"]

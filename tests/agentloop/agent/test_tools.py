@@ -498,7 +498,8 @@ async def test_method_that_is_declared_concurrent_runs_beside_others() -> None:
     ledger = Ledger()
     async with Tools([ledger.square]) as tools, anyio.create_task_group() as tasks:
         for number in (5, 6, 7):
-            tasks.start_soon(tools.run, "square", {"number": number})
+            arguments: dict[str, object] = {"number": number}
+            tasks.start_soon(tools.run, "square", arguments)
     assert ledger.most_running == 3
 
 

@@ -365,7 +365,9 @@ async def test_template_variables_decide_whether_turns_begin_in_a_thought(
         (generation,) = at.router.asked
     assert chat.decode(generation.ids).endswith("<think>\n") == thinks
     assert ("reasoning_content" in text) == thinks
-    (thought, *_) = json.loads(generation.parameters["structural_tag"])["format"]["elements"]
+    tag = generation.parameters["structural_tag"]
+    assert isinstance(tag, str)
+    (thought, *_) = json.loads(tag)["format"]["elements"]
     assert (thought["type"] == "tag") == thinks  # an opened thought must be closed
 
 
