@@ -25,13 +25,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict, cast
 
 import aiodocker
 import aiohttp
 import anyio
 from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
+from aiodocker.types import JSONObject
 
 from agentloop.sandbox.backend import (
     REMAPPED_UIDS,
@@ -50,7 +51,6 @@ from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.image import ensure_image
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import PoolSettings
 from agentloop.sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
@@ -81,21 +81,46 @@ LAYERS = {
     "processor time": "one processor per container",
 }
 
-LIMITS = {"memory": "MemoryLimit", "process count": "PidsLimit", "processor time": "CpuCfsQuota"}
+Limit = Literal["MemoryLimit", "PidsLimit", "CpuCfsQuota"]
+LIMITS: Mapping[str, Limit] = {
+    "memory": "MemoryLimit",
+    "process count": "PidsLimit",
+    "processor time": "CpuCfsQuota",
+}
 """Layers that an engine may lack, and what it calls them."""
 
 
-def walls(settings: PoolSettings, memory: int, processes: int) -> JsonObject:
+class ImageConfig(TypedDict, total=False):
+    """What we read of an image's configuration."""
+
+    User: str
+    WorkingDir: str
+
+
+class EngineInfo(TypedDict, total=False):
+    """What we read of an engine's description of itself."""
+
+    SecurityOptions: list[str] | None
+    DockerRootDir: str
+    DriverStatus: list[list[str]] | None
+    DefaultRuntime: str
+    MemoryLimit: bool
+    PidsLimit: bool
+    CpuCfsQuota: bool
+
+
+def walls(settings: PoolSettings, memory: int, processes: int, *security: str) -> JSONObject:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
         memory: limit in bytes, of all processes together.
         processes: limit of processes and threads.
+        security: further options of security, such as a filter of system calls.
     """
     return {
         **({"Runtime": settings.runtime} if settings.runtime else {}),
         "CapDrop": ["ALL"],
-        "SecurityOpt": ["no-new-privileges"],
+        "SecurityOpt": ["no-new-privileges", *security],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
         "PidsLimit": processes,
@@ -112,43 +137,43 @@ def walls(settings: PoolSettings, memory: int, processes: int) -> JsonObject:
 
 def host_config(
     settings: PoolSettings, socket_dir: Path | None, uid: int, caps: tuple[str, ...] = ()
-) -> JsonObject:
+) -> JSONObject:
     """Return the walls of a worker.
 
     Args:
         uid: the user of its calls.
         caps: capabilities beside those that a worker can't do without.
     """
-    mounts = [
-        {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
-    ]  # fmt: skip
-    common = walls(settings, start_bytes(settings), max_processes(settings))
-    return common | {
+    limits = start_bytes(settings), max_processes(settings)
+    return {
+        **walls(settings, *limits, f"seccomp={read_profile()}"),
         # Its zygotes raise theirs. A call that uses up its memory ends neither, as a rule; and what
         # it does end, the server lives to tell.
         **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
-        "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
         "IpcMode": "none",
         "Tmpfs": {
             # The container's root owns it, so that no call can close it to the next.
             SCRATCH: f"{directory_size(settings)},uid=0,gid={uid},mode=0770",
             "/dev/pts": "ro,size=4k,mode=0755",  # no terminals
         },
-        "Mounts": mounts if socket_dir else [],
+        "Mounts": [mount(socket_dir, INSIDE)] if socket_dir else [],
     }
+
+
+def mount(source: Path, target: str) -> JSONObject:
+    """Return a read-only mount of a file or folder of this machine."""
+    return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 
 class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(
-        self, docker: aiodocker.Docker, local: bool, image: str, info: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, docker: aiodocker.Docker, local: bool, image: str, info: EngineInfo) -> None:
         self.docker = docker
         self.local = local
         self.image = image
-        options = info["SecurityOptions"] or []
+        options = info.get("SecurityOptions") or []
         # Its uids are few, and not the host's.
         self.remapped = any("userns" in option or "rootless" in option for option in options)
         self.root = str(info.get("DockerRootDir") or "/")
@@ -363,7 +388,7 @@ class DockerBackend:
 
 @asynccontextmanager
 async def create_container(
-    engine: ContainerEngine, config: Mapping[str, Any], id: str, kind: str
+    engine: ContainerEngine, config: JSONObject, id: str, kind: str
 ) -> AsyncIterator[DockerContainer]:
     """Create a container, labelled with its owner, and remove it at the end.
 
@@ -372,7 +397,9 @@ async def create_container(
         kind: part of its name: `agentloop-KIND-ID`.
     """
     if "processor time" in engine.missing_limits:  # it would refuse, not only warn
-        host = {key: value for key, value in config["HostConfig"].items() if key != "NanoCpus"}
+        host = config["HostConfig"]
+        assert isinstance(host, Mapping)
+        host = {key: value for key, value in host.items() if key != "NanoCpus"}
         config = {**config, "HostConfig": host}
     labels = {LABEL: id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()}
     name = f"agentloop-{kind}-{id}"
@@ -480,7 +507,8 @@ async def _prepare_engine(
     if num := await reap_containers(docker, is_local(url)):
         on_progress(f"Removed {num} containers left by a killed process.")
     image = await ensure_image(docker, settings.image, on_progress, settings.packages)
-    return ContainerEngine(docker, is_local(url), image, await docker.system.info())
+    info = cast(EngineInfo, await docker.system.info())
+    return ContainerEngine(docker, is_local(url), image, info)
 
 
 @asynccontextmanager

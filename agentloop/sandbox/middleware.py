@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import Transport
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import anyio
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse
 from agentloop.sandbox.connections import Connections
@@ -33,7 +34,10 @@ class RequestLimits:
     """The middlewares of the service, and the reading of bodies."""
 
     def __init__(
-        self, settings: SandboxServeSettings, max_connections: int, connections: Connections
+        self,
+        settings: SandboxServeSettings,
+        max_connections: int,
+        connections: Connections[Transport],
     ) -> None:
         self._connections = connections
         self._io_timeout_s = settings.io_timeout_s
@@ -50,7 +54,7 @@ class RequestLimits:
         self.held = HeldBytes(max(settings.max_held_mib, settings.max_body_mib) * MIB)
 
     @property
-    def middlewares(self) -> list[Any]:
+    def middlewares(self) -> list[Middleware]:
         return [self._errors, self._guard, self._bound]
 
     @property
@@ -191,7 +195,7 @@ class RequestLimits:
         return response
 
 
-def json_response(body: Any, status: int = 200) -> web.Response:
+def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import anyio
 from anyio.abc import TaskGroup
@@ -57,7 +57,7 @@ from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
-from agentloop.sandbox.session import Session
+from agentloop.sandbox.session import CellArguments, Session
 from agentloop.sandbox.settings import OutputLimits, PoolSettings
 from agentloop.sandbox.slots import Need, PoolWorker
 
@@ -70,6 +70,29 @@ QUIET_S = 30.0  # failures to start workers are logged at most this often
 # Worker ids must be unique among all pools of all processes that use an engine.
 _token = secrets.token_hex(3)
 _numbers = itertools.count()
+
+
+class ProgramArguments(CellArguments):
+    """The arguments of `Pool.run`, except those of a compiler."""
+
+    language: Language
+    output: OutputLimits | None
+
+
+class PoolStats(TypedDict):
+    """The state of a pool as plain data."""
+
+    backend: str
+    workers: int
+    slots: int
+    busy: int
+    waiting: int
+    sessions: int
+    sessions_waiting: int
+    computers: int
+    lost: int
+    calls: dict[str, int]
+    layers: dict[str, str]
 
 
 class Pool:
@@ -322,9 +345,9 @@ class Pool:
             message["code"] = program
         return checked(await self._calls.run(message))
 
-    async def run_native(self, code: str, stdin: str, **limits: Any) -> CallResult:
+    async def run_native(self, call: CellArguments, output: OutputLimits | None) -> CallResult:
         """Run Python that becomes another program, for a pool elsewhere (host.py)."""
-        return await self._calls.run(self._calls.message(code, stdin, native=True, **limits))
+        return await self._calls.run(self._calls.message(**call, output=output, native=True))
 
     async def check_language(self, language: Language) -> None:
         """Return if calls can be in a language, or that can't be found out now.
@@ -508,7 +531,7 @@ class Pool:
             )
         return backend.local_engine
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PoolStats:
         """Return the state of the pool as plain data, for a status page."""
         alive = [w for w in self._queue.workers if w.alive]
         local = [w for w in alive if not w.is_host]

@@ -28,6 +28,7 @@ import aiohttp
 import anyio
 from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
+from aiodocker.types import JSONObject
 
 from agentloop.sandbox.container import (
     CREATE_TIMEOUT_S,
@@ -35,13 +36,14 @@ from agentloop.sandbox.container import (
     SCRATCH,
     STREAM_ERRORS,
     ContainerEngine,
+    ImageConfig,
     attach,
     create_container,
+    mount,
     walls,
 )
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ProgramUnsupported, SandboxUnavailable
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallStatus
 from agentloop.sandbox.settings import PoolSettings
 
@@ -140,8 +142,8 @@ def program_end(
 
 
 def program_config(
-    program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, object]
-) -> dict[str, object]:
+    program: Program, settings: PoolSettings, image: str, image_config: ImageConfig
+) -> JSONObject:
     """Return the container of a program, in the Engine's words.
 
     Args:
@@ -149,9 +151,9 @@ def program_config(
     """
     memory = settings.memory_mib << 20
     user = image_config.get("User") or ""
-    mounts = [_mount(program.socket, SOCKET)]
+    mounts = [mount(program.socket, SOCKET)]
     if program.folder is not None:
-        mounts.append(_mount(program.folder, FOLDER))
+        mounts.append(mount(program.folder, FOLDER))
     env = {"HOME": SCRATCH, "USER": "agent", "LOGNAME": "agent", **program.env}
     return {
         "Image": image,
@@ -165,18 +167,14 @@ def program_config(
         "AttachStderr": True,
         "OpenStdin": True,
         "StdinOnce": True,
-        "HostConfig": walls(settings, memory, BASE_PROCESSES + settings.processes_per_call)
-        | {
+        "HostConfig": {
+            **walls(settings, memory, BASE_PROCESSES + settings.processes_per_call),
             "ReadonlyRootfs": not program.is_writable,
             "IpcMode": "private",
             "Tmpfs": {SCRATCH: f"exec,nosuid,nodev,size={memory},mode=1777"},
             "Mounts": mounts,
         },
     }
-
-
-def _mount(source: Path, target: str) -> JsonObject:
-    return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 
 async def run_in_container(
@@ -212,11 +210,12 @@ async def run_in_container(
     return program_end(exit_status, limit, output, anyio.current_time() - began)
 
 
-async def inspect_image(docker: aiodocker.Docker, image: str) -> Mapping[str, object]:
+async def inspect_image(docker: aiodocker.Docker, image: str) -> ImageConfig:
     """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
     try:
         with anyio.fail_after(CREATE_TIMEOUT_S):
-            return (await docker.images.inspect(image))["Config"] or {}
+            config: ImageConfig | None = (await docker.images.inspect(image))["Config"]
+            return config or {}
     except aiodocker.DockerError as error:
         if error.status != 404:
             raise

@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 
 def start(command: list[str], text: str) -> subprocess.Popen[bytes]:
@@ -83,19 +82,19 @@ async def forward(
     far_writer.close()
 
 
-async def main(job: dict[str, Any]) -> int:
-    """Run the job and return the exit status."""
+async def main(command: list[str], stdin: str, port: int, socket: str) -> int:
+    """Run a command and return its exit status."""
     loop = asyncio.get_running_loop()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await forward(job["socket"], reader, writer)
+        await forward(socket, reader, writer)
 
-    await asyncio.start_server(serve, "127.0.0.1", job["port"], backlog=128)
+    await asyncio.start_server(serve, "127.0.0.1", port, backlog=128)
     ended: asyncio.Future[int] = loop.create_future()
     try:
-        process = start(job["command"], job["stdin"])
+        process = start(command, stdin)
     except OSError as error:
-        print(f"agentloop: {job['command'][0]}: {error.strerror or error}", file=sys.stderr)
+        print(f"agentloop: {command[0]}: {error.strerror or error}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
     loop.add_reader(0, watch_owner)
     loop.add_signal_handler(signal.SIGCHLD, reap, process.pid, ended)
@@ -105,4 +104,4 @@ async def main(job: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     line = sys.stdin.buffer.readline()
-    os._exit(asyncio.run(main(json.loads(line))) if line else 1)
+    os._exit(asyncio.run(main(**json.loads(line))) if line else 1)

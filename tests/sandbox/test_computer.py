@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ def test_head_and_tail_of_output(parts: list[bytes]) -> None:
 
 def test_walls_of_a_computer() -> None:
     spec = ComputerSpec("image", "none", ComputerLimits(memory_mib=64, processes=9, cpus=0.5))
-    host = machine_config(spec, PoolSettings(), Path("/a"), Path("/b"))["HostConfig"]
+    host: Any = machine_config(spec, PoolSettings(), Path("/a"), Path("/b"))["HostConfig"]
     assert host["Memory"] == host["MemorySwap"] == 64 << 20
     assert (host["PidsLimit"], host["NanoCpus"]) == (9, 500_000_000)
     assert host["NetworkMode"] == "none"

@@ -29,6 +29,7 @@ from agentloop.sandbox import (
     ProgramUnsupported,
 )
 from agentloop.sandbox import program as program_module
+from agentloop.sandbox.container import ImageConfig
 from agentloop.sandbox.program import KEPT_BYTES, NOBODY, ProgramOutput, program_config, program_end
 from tests.sandbox.conftest import BARE
 
@@ -38,8 +39,8 @@ ENTRY = Path(program_module.__file__).with_name("program_entry.py").read_text()
 JOB = Program(("agent", "--fast"), Path("/host/model"), env={"A": "b"})
 
 
-def config(job: Program = JOB, **about: Any) -> dict[str, Any]:
-    return program_config(job, PoolSettings(memory_mib=128), "image:1", about)
+def config(job: Program = JOB, **about: Any) -> Any:
+    return program_config(job, PoolSettings(memory_mib=128), "image:1", ImageConfig(**about))
 
 
 def test_walls_of_a_program() -> None:

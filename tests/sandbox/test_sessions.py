@@ -16,8 +16,9 @@ import pytest
 from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, Session, SessionLost
 from agentloop.sandbox.link import Link, Pending, next_id
 from agentloop.sandbox.process import ProcessBackend
-from agentloop.sandbox.protocol import JsonObject, encode
+from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.slots import GRACE_S
+from agentloop.sandbox.worker.connection import Frame
 from agentloop.sandbox.worker.kernel import descendants
 from agentloop.sandbox.worker.server import INTERRUPT_GRACE_S, START_S
 from agentloop.sandbox.worker.wire import DONE_FD, JOB_FD
@@ -138,9 +139,9 @@ async def test_session_that_ends_two_workers_is_lost_by_its_program(
     monkeypatch: pytest.MonkeyPatch, num_ended: int, by: LostBy
 ) -> None:
     submit = Link.submit
-    ended: list[JsonObject] = []
+    ended: list[Frame] = []
 
-    def end_worker(link: Link, message: JsonObject) -> Pending:
+    def end_worker(link: Link, message: Frame) -> Pending:
         pending = submit(link, message)
         if message["code"] == "the end" and len(ended) < num_ended:
             ended.append(message)

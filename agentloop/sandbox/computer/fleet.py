@@ -13,12 +13,12 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO
 
 import aiodocker
 import aiohttp
@@ -34,7 +34,7 @@ from agentloop.sandbox.computer.images import (
 )
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
 from agentloop.sandbox.computer.toolbox import make_toolbox
-from agentloop.sandbox.container import LABEL, ContainerEngine
+from agentloop.sandbox.container import LABEL, ContainerEngine, ImageConfig
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import Overloaded, ProgramUnsupported, SandboxUnavailable
 from agentloop.sandbox.image.build import has_image, run_build
@@ -63,7 +63,7 @@ class _Stock:
         num_starting: how many are on their way.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: ImageConfig) -> None:
         self.config = config
         self.ready: list[ComputerMachine] = []
         self.num_wanted = 0
@@ -195,7 +195,7 @@ class Fleet:
         stock.used_at = anyio.current_time()
         return stock
 
-    async def _inspect(self, image: str) -> Mapping[str, Any]:
+    async def _inspect(self, image: str) -> ImageConfig:
         """Return an image's configuration, after pulling it if the engine lacks it."""
         docker = self.engine.docker
         try:

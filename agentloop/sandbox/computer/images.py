@@ -8,12 +8,13 @@ since whoever uses it names it anew; so the bound holds for all processes togeth
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import aiodocker
 import aiohttp
@@ -59,7 +60,7 @@ def next_to_remove(
 def name_image(context: IO[bytes]) -> str:
     """Return the name of the image that is built of a tar; the same contents have the same."""
     context.seek(0)
-    digest = hashlib.file_digest(cast(Any, context), "sha256")
+    digest = hashlib.file_digest(cast(io.BufferedReader, context), "sha256")
     return f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
 
 

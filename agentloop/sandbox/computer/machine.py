@@ -21,15 +21,15 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 from aiodocker.containers import DockerContainer
+from aiodocker.types import JSONObject
 from anyio.abc import ByteStream, SocketListener, TaskGroup
 
 from agentloop.sandbox.backend import read_profile
@@ -47,13 +47,14 @@ from agentloop.sandbox.computer.proxy import (
 from agentloop.sandbox.container import (
     NEVER_ENDED,
     ContainerEngine,
+    ImageConfig,
     create_container,
     lose_at_end,
+    mount,
     walls,
 )
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.owner import make_dir
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import PoolSettings
 
 SOCKET_FOLDER = "/run/agentloop/socket"
@@ -156,7 +157,7 @@ class ComputerMachine:
     channel: ComputerChannel
     tasks: TaskGroup
     name: str
-    config: Mapping[str, Any]
+    config: ImageConfig
     connect: Callable[[int], AbstractAsyncContextManager[ByteStream]]
     listen: Callable[[int], Awaitable[SocketListener]]
     list_changes: Callable[[], Awaitable[list[Change]]]
@@ -168,14 +169,14 @@ def machine_config(
     folder: Path,
     tools: Path,
     caps: tuple[str, ...] = (),
-) -> JsonObject:
+) -> JSONObject:
     """Return the container of a computer, in the Engine's words.
 
     Args:
         caps: further capabilities of the first process.
     """
     limits = spec.limits
-    common = walls(settings, limits.memory_mib << 20, limits.processes)
+    memory, profile = limits.memory_mib << 20, read_computer_profile()
     return {
         "Image": spec.image,
         "Entrypoint": toolbox.command(f"{SOCKET_FOLDER}/computer"),
@@ -185,23 +186,18 @@ def machine_config(
         "Hostname": "computer",
         "Env": ENVIRONMENT if spec.allowed else [],
         "Healthcheck": {"Test": ["NONE"]},
-        "HostConfig": common
-        | {
+        "HostConfig": {
+            **walls(settings, memory, limits.processes, f"seccomp={profile}"),
             "ReadonlyRootfs": False,
             # The first process raises the score of all others, and they can't lower it.
             **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
             "CapAdd": [*CAPS, *caps],
-            "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_computer_profile()}"],
             "NanoCpus": int(limits.cpus * 1e9),
             "NetworkMode": "none" if spec.allowed else spec.network,
             "IpcMode": "private",
-            "Mounts": [_mount(folder, SOCKET_FOLDER), _mount(tools, toolbox.INSIDE)],
+            "Mounts": [mount(folder, SOCKET_FOLDER), mount(tools, toolbox.INSIDE)],
         },
     }
-
-
-def _mount(source: Path, target: str) -> JsonObject:
-    return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 
 @asynccontextmanager
@@ -209,7 +205,7 @@ async def start_machine(
     engine: ContainerEngine,
     settings: PoolSettings,
     spec: ComputerSpec,
-    config: Mapping[str, Any],
+    config: ImageConfig,
     tools: Path,
     id: str,
 ) -> AsyncIterator[ComputerMachine]:

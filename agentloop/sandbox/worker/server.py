@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from agentloop.sandbox.worker.connection import Connection
+from agentloop.sandbox.worker.connection import Connection, Frame
 from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
 from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl, reserve_heap
@@ -208,7 +208,7 @@ class WorkerServer:
         for frame in frames:
             self.on_frame(frame)
 
-    def on_frame(self, frame: dict[str, Any]) -> None:
+    def on_frame(self, frame: Frame) -> None:
         match frame["op"]:
             case "run":
                 self.accept(frame)
@@ -219,15 +219,16 @@ class WorkerServer:
             case "ping":
                 self.send({"op": "pong"})
 
-    def accept(self, frame: dict[str, object]) -> None:
+    def accept(self, frame: Frame) -> None:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
         try:
             call = Call(frame, self.spec.memory_bytes, self.counters.exist)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
             reason = f"not a call: {error!r}"
-            answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
-            self.send(answer)
+            self.send(
+                {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
+            )
             return
         child = self.current
         if call.is_first:
@@ -567,7 +568,7 @@ class WorkerServer:
         call: Call,
         exit_code: int | None,
         signum: int | None,
-        error: dict[str, Any] | None,
+        error: dict[str, object] | None,
         cpu_s: float,
     ) -> str:
         if call.verdict != "cancelled" and (verdict := self.counters.oom_verdict()):
