@@ -46,7 +46,6 @@ from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
 from agentloop.environments.tasks.task import Task, describe, line_of
 from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
-from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -141,7 +140,7 @@ class Environment:
     agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
     setup: Setup | None = None
     replayable: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     shared: object = None
 
     @property
@@ -166,11 +165,12 @@ class Environment:
                 return reward
         return None
 
-    async def __call__(self, task: object, agent: object) -> Any:
+    async def __call__(self, task: object, agent: object) -> object:
         # What a rollout changes in its task or its arguments reaches no other rollout.
         shared = {} if self.setup is None else {_SHARED: self.shared}
         with sharing_connections(), rollout_threads():
-            return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
+            arguments = {name: _copy(value) for name, value in self.arguments.items()}
+            return await self.function(deepcopy(task), agent, **arguments, **shared)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Environment]:
@@ -227,7 +227,7 @@ class Environment:
         hints = self._types_of([parameter.name for parameter in parameters])
         fields: dict[str, Any] = {
             parameter.name: (
-                hints.get(parameter.name, Any),
+                hints.get(parameter.name, object),
                 ... if parameter.default is parameter.empty else parameter.default,
             )
             for parameter in parameters
@@ -431,7 +431,7 @@ def _partial(function: Callable[..., T], num_own: int, values: Mapping[str, obje
     return partial(function, **{name: values[name] for name in taken if name in values})
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     """Copy lists, dicts and sets, at any depth in each other."""
     if isinstance(value, dict):
         return {key: _copy(part) for key, part in value.items()}
@@ -492,7 +492,7 @@ def _key_of(environment: Environment) -> tuple[EnvironmentFunction, str]:
 def open_tasks(
     settings: TasksSettings,
     environment: Environment | None,
-    cursor: JsonObject | None = None,
+    cursor: Mapping[str, object] | None = None,
 ) -> TaskSource:
     """Open the tasks of the settings. An environment's own replace those of a generator.
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from agentloop.agent.tools import CallerTool
@@ -77,7 +78,7 @@ def _text_of(prompt: Any) -> str:
     return "\n".join(f"{message.role}: {message.text}" for message in prompt)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return import_module(f"inspect_ai.{name}")
 
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib import import_module
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
@@ -30,7 +30,13 @@ from agentloop.errors import SettingsError
 
 __all__ = ["game"]
 
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 Result = TypeVar("Result")
+Resource = TypeVar("Resource", bound=Closable)
 
 _CLOSE_S = 10.0
 _threads = LimiterVar("_textworld_threads")
@@ -120,7 +126,9 @@ class Library:
         raise TimeoutError(f"textworld: {function.__name__} took more than {self._timeout_s:g} s")
 
     @asynccontextmanager
-    async def open(self, function: Callable[..., Any], *args: object) -> AsyncIterator[Any]:
+    async def open(
+        self, function: Callable[..., Resource], *args: object
+    ) -> AsyncIterator[Resource]:
         """Call a function that returns an object with a `close` method; close that at the end."""
         with closing(self._thread):
             resource = await self.call(function, *args)

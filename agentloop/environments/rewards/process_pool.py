@@ -16,14 +16,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.child_environment import for_our_python
-from agentloop.plain_json import JsonObject
 
 __all__ = [
     "CallDied",
@@ -103,7 +102,7 @@ class ProcessPool:
 
     async def call(
         self, function: str, *arguments: object, timeout_s: float, fresh: bool = False
-    ) -> Any:
+    ) -> object:
         """Return the result of `function` (`module:name`, sync or async), converted to JSON types.
 
         Starting a process does not count towards `timeout_s`.
@@ -186,20 +185,25 @@ class ProcessPool:
         self._alive.discard(child)
 
 
+class _Reply(TypedDict, total=False):
+    value: object
+    error: str
+
+
 class _Child:
     def __init__(self, process: Process) -> None:
         assert process.stdout is not None
         self._process = process
         self._replies = BufferedByteReceiveStream(process.stdout)
 
-    async def ask(self, request: bytes) -> JsonObject:
+    async def ask(self, request: bytes) -> _Reply:
         assert self._process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # read() reports why
             # no deadline: call() has one
             await self._process.stdin.send(len(request).to_bytes(8, "big") + request)
         return await self.read()  # no deadline: call() has one
 
-    async def read(self) -> JsonObject:
+    async def read(self) -> _Reply:
         try:
             # no deadline: call() has one, and _start()
             line = await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES)
@@ -207,7 +211,7 @@ class _Child:
             raise await self._death() from None
         except anyio.DelimiterNotFound:
             raise CallRaised(f"the result exceeds {_MAX_REPLY_BYTES} bytes") from None
-        reply: JsonObject = json.loads(line)
+        reply: _Reply = json.loads(line)
         return reply
 
     async def _death(self) -> CallDied:

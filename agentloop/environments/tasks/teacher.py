@@ -20,7 +20,6 @@ from random import Random
 from agentloop.agent.formats.values import decode_call
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
-from agentloop.plain_json import JsonObject
 
 __all__ = ["dialogues", "lessons"]
 
@@ -73,7 +72,7 @@ class _Sum:
         return _Sum(self.first, (*before, (other_sign, number)))
 
 
-def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[JsonObject]:
+def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dict[str, object]]:
     """Yield `count` dialogues about problems of these levels that no run holds out.
 
     Held-out problems, when given as a number, come from an eighth of all problems, which is
@@ -83,7 +82,7 @@ def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[Jso
     yield from dialogues(itertools.islice(TaskSource.open(settings), count), seed=seed)
 
 
-def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[JsonObject]:
+def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[dict[str, object]]:
     """Yield {"messages": [...], "tools": [...]} for each task of the kind `arithmetic`.
 
     The same task and seed give the same dialogue.
