@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 import anyio
 import anyio.abc
@@ -39,8 +39,8 @@ ENTRY = Path(program_module.__file__).with_name("program_entry.py").read_text()
 JOB = Program(("agent", "--fast"), Path("/host/model"), env={"A": "b"})
 
 
-def config(job: Program = JOB, **about: Any) -> Any:
-    return program_config(job, PoolSettings(memory_mib=128), "image:1", ImageConfig(**about))
+def config(job: Program = JOB, **about: Unpack[ImageConfig]) -> Any:
+    return program_config(job, PoolSettings(memory_mib=128), "image:1", about)
 
 
 def test_walls_of_a_program() -> None:
