@@ -14,7 +14,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import anyio
 
@@ -42,7 +42,6 @@ from agentloop.events import (
 from agentloop.inference.openai_client import EndpointCompletion, seed_of, turn_end_of
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, valid_text
-from agentloop.sandbox import Pool
 from agentloop.trajectory import (
     Message,
     StopReason,
@@ -118,7 +117,7 @@ class PlayerHost:
     """
 
     player: Player
-    pool: Pool
+    pool: Any
     resolve_tools: ResolveTools
     dialogues: list[dict[str, object]] | None = None
 

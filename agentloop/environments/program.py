@@ -56,7 +56,8 @@ from agentloop.sandbox import (
     ProgramEnd,
     ProgramUnsupported,
 )
-from agentloop.sandbox.program import FOLDER, KEPT_BYTES, PORT
+from agentloop.sandbox.computer.machine import FOLDER
+from agentloop.sandbox.program import KEPT_BYTES, PORT
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
 __all__ = ["PROGRAM", "AgentProgram", "ProgramSettings", "program", "work_in"]
@@ -88,8 +89,7 @@ class ProgramSettings(pydantic.BaseModel):
     )
     image: str = pydantic.Field(
         "",
-        description="Image of its containers, which must have python3. By default, that of the "
-        "sandbox.",
+        description="Image of its containers. By default, that of the sandbox.",
     )
     folder: Path | None = pydantic.Field(
         None,
@@ -114,8 +114,8 @@ class ProgramSettings(pydantic.BaseModel):
     )
     writable: bool = pydantic.Field(
         False,
-        description="Let it write to the image's files: to a copy for each rollout, on disk, "
-        "whose size nothing limits. Otherwise it writes to /tmp only, which is in memory.",
+        description="Let it write to the image's files: to a copy for each rollout, on disk. "
+        "Otherwise it writes to /tmp only, which is in memory.",
     )
 
     @pydantic.field_validator("command", mode="before")

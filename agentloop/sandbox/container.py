@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypedDict, cast
@@ -47,10 +47,10 @@ from agentloop.sandbox.backend import (
     start_bytes,
 )
 from agentloop.sandbox.engine import connect, is_local, local_engine, what_it_said
-from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.errors import ProgramUnsupported, SandboxUnavailable
 from agentloop.sandbox.image import ensure_image
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
-from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
+from agentloop.sandbox.owner import boot_id, is_dead, own_tag, reap_dirs, removed_at_end
 from agentloop.sandbox.settings import PoolSettings
 from agentloop.sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
@@ -270,29 +270,24 @@ class DockerBackend:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
         protocol = SocketProtocol(link, self._greeting(uid))
-        outer = make_dir()  # 0700: keeps everybody on the host out
-        try:
+        with ExitStack() as stack:
+            outer = stack.enter_context(removed_at_end())  # 0700: keeps everybody on the host out
+            stack.callback(link.lose, "the pool closed it")
+            stack.callback(protocol.close)
             inner = outer / "socket"
             inner.mkdir(mode=0o755)
             path = inner / "worker"
             server = await loop.create_unix_server(lambda: protocol, str(path))
-            try:
-                os.chmod(path, 0o777)  # the container's root has no capability to override modes
-                connect_to = f"unix:{INSIDE}/worker"
-                async with self._container(engine, link, uid, connect_to, inner) as container:
-                    # no deadline: each start has one
-                    async with engine.starting:
-                        await container.start()
-                        await self._come_up(container, link)
-                    server.close()
-                    shutil.rmtree(outer)
-                    yield link
-            finally:
+            stack.callback(server.close)
+            os.chmod(path, 0o777)  # the container's root has no capability to override modes
+            connect_to = f"unix:{INSIDE}/worker"
+            async with self._container(engine, link, uid, connect_to, inner) as container:
+                async with engine.starting:  # no deadline: each start has one
+                    await container.start()
+                    await self._come_up(container, link)
                 server.close()
-        finally:
-            protocol.close()
-            link.lose("the pool closed it")
-            shutil.rmtree(outer, ignore_errors=True)
+                shutil.rmtree(outer)
+                yield link
 
     async def _come_up(self, container: DockerContainer, link: Link) -> None:
         """Until the worker is ready. A container may end before it has connected at all."""
@@ -384,6 +379,20 @@ class DockerBackend:
         async with create_container(engine, config, link.worker_id, "sandbox") as container:
             link.set_memory = partial(set_memory, engine.docker, container)
             yield container
+
+
+async def inspect_image(docker: aiodocker.Docker, image: str) -> ImageConfig:
+    """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
+    try:
+        with anyio.fail_after(CREATE_TIMEOUT_S):
+            config: ImageConfig | None = (await docker.images.inspect(image))["Config"]
+            return config or {}
+    except aiodocker.DockerError as error:
+        if error.status != 404:
+            raise
+        raise ProgramUnsupported(
+            f"the engine has no image {image!r}: build or pull it first"
+        ) from error
 
 
 @asynccontextmanager

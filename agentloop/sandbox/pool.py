@@ -12,11 +12,9 @@ keeps memory, and starts the next, so the pool never shrinks for good. Callers w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -52,9 +50,9 @@ from agentloop.sandbox.languages import (
     second_call,
 )
 from agentloop.sandbox.link import next_id
-from agentloop.sandbox.owner import make_dir, remove_tree
+from agentloop.sandbox.owner import make_dir, remove_tree, unique_id
 from agentloop.sandbox.process import process_backend
-from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
+from agentloop.sandbox.program import Program, ProgramEnd, run_in_computer
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.session import CellArguments, Session
@@ -66,10 +64,6 @@ log = logging.getLogger("sandbox")
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 SURPLUS_S = 60.0  # time after which a worker that is not wanted any more is closed
 QUIET_S = 30.0  # failures to start workers are logged at most this often
-
-# Worker ids must be unique among all pools of all processes that use an engine.
-_token = secrets.token_hex(3)
-_numbers = itertools.count()
 
 
 class ProgramArguments(CellArguments):
@@ -243,7 +237,7 @@ class Pool:
 
     async def _live(self, fleet: _Fleet) -> None:
         """Run one worker from start to end."""
-        worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
+        worker_id = unique_id()
         worker: PoolWorker | None = None
         try:
             async with fleet.backend.worker(worker_id) as link:
@@ -415,8 +409,7 @@ class Pool:
             SandboxUnavailable: the engine failed.
             RuntimeError: the pool is not open.
         """
-        engine = self._container_engine("a program")
-        return await run_in_container(engine, self.settings, program, timeout_s)
+        return await run_in_computer(await self.open_fleet(), self.settings, program, timeout_s)
 
     @asynccontextmanager
     async def computer(
@@ -500,7 +493,7 @@ class Pool:
 
     async def open_fleet(self) -> Fleet:
         """Return this machine's computers, for computer/host.py. Raises as `build_image`."""
-        engine = self._container_engine("a computer")
+        engine = self._container_engine()
         async with self._fleet_lock:  # no deadline: the toolbox is made in a second
             if self._fleet is None:
                 self._fleet = await self._group.start(self._run_fleet, engine)
@@ -513,19 +506,19 @@ class Pool:
             task_status.started(fleet)
             await anyio.sleep_forever()  # no deadline: the pool's end cancels it
 
-    def _container_engine(self, what: str) -> ContainerEngine:
+    def _container_engine(self) -> ContainerEngine:
         """Return the engine on this machine. Raises ProgramUnsupported, RuntimeError."""
         if not self._calls.is_open:
             raise RuntimeError(NOT_OPEN)
         backend = next((item for item in self._backends if isinstance(item, DockerBackend)), None)
         if backend is None:
             raise ProgramUnsupported(
-                f"{what} has a container of its own, and calls do not run in containers here: it "
-                "needs a Docker Engine on this machine that this user may use"
+                "computers and programs have containers of their own, and calls do not run in "
+                "containers here: it needs a Docker Engine on this machine that this user may use"
             )
         if backend.local_engine is None:
             raise ProgramUnsupported(
-                f"{what} is reached over a socket of this machine, so its engine must be on "
+                "computers and programs are reached over a socket, so their engine must be on "
                 f"this machine: {', '.join(self.settings.engines)} cannot mount it. Name a local "
                 "one, unix:///path, among `engines`"
             )

@@ -36,6 +36,7 @@ class Reply(TypedDict, total=False):
     by: str
     status: str
     why: str
+    pid: int
     own_bytes: int
     layers: dict[str, str]
     attempt: int

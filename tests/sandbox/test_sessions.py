@@ -30,7 +30,7 @@ from tests.sandbox.test_pool import FOREVER, wait_until
 
 pytestmark = pytest.mark.timeout(60)  # real workers are started
 
-RUN = {"op": "run", "stdin": "", "timeout_s": 15}
+RUN: Frame = {"op": "run", "stdin": "", "timeout_s": 15}
 
 
 async def wait_until_lost(session: Session, cell: str = "1") -> None:
@@ -91,7 +91,8 @@ async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
 
 async def test_cell_of_an_unknown_session_does_not_run() -> None:
     async with ProcessBackend(BARE).worker("x") as link:
-        pending = link.submit(RUN | {"id": next_id(), "code": "1", "session": next_id()})
+        call: Frame = {**RUN, "id": next_id(), "code": "1", "session": next_id()}
+        pending = link.submit(call)
         with anyio.fail_after(patient(15)):
             await pending.done.wait()
         assert pending.reply is None

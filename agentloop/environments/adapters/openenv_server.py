@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import aiohttp
 import anyio
@@ -100,8 +100,7 @@ class OpenEnvSession:
         response = json.loads(answer.data)
         payload = response.get("data") or {}
         if response.get("type") != "error":
-            answered: Answer = payload
-            return answered
+            return cast(Answer, payload)
         problem = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
         if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
             raise InvalidAction(problem)

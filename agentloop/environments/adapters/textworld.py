@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib import import_module
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 import anyio
 
@@ -29,6 +29,14 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
 
 __all__ = ["game"]
+
+
+class Scene(TypedDict):
+    """What is read of TextWorld's state of a game, to show it."""
+
+    feedback: str
+    objective: str | None
+    admissible_commands: list[str]
 
 
 class Closable(Protocol):
@@ -146,7 +154,7 @@ def _command(answer: str) -> str:
     return lines[-1].removeprefix(">").strip() if lines else "look"
 
 
-def _scene(state: Mapping[str, Any], lists_commands: bool) -> str:
+def _scene(state: Scene, lists_commands: bool) -> str:
     """Return what the player sees, without the title, the prompt and the score."""
     text = re.sub(r"\n>[^\n]*\Z", "", state["feedback"].rstrip()).strip()
     if (objective := state.get("objective")) and objective in text:

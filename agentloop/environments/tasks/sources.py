@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from random import Random
-from typing import Self
+from typing import Self, cast
 
 import pydantic
 
@@ -255,8 +255,9 @@ class TaskList:
     def __init__(self, function: Callable[..., Iterable[object]]) -> None:
         self.function = function
 
-    def __iter__(self) -> Iterator[object]:
-        return iter(self.function())
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
+        # `task_of` checks what the user's function has made.
+        return cast(Iterator[Mapping[str, object]], iter(self.function()))
 
 
 def _of_environment(

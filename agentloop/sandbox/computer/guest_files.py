@@ -87,7 +87,8 @@ def become(user: str) -> tuple[str, str]:
         file.write(str(OOM_SCORE_ADJ))
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
-    for number in OWN_CAPS[::-1]:  # the first is needed for the others
+    # Who is not root can get none again. The first of ours is needed for the others.
+    for number in sorted(range(64) if uid else OWN_CAPS, key=OWN_CAPS[0].__eq__):
         prctl(PR_CAPBSET_DROP, number)
     if uid == 0:  # else the kernel takes all capabilities
         _drop_own_caps()

@@ -58,6 +58,7 @@ async def test_object_of_a_library_is_closed_also_after_an_error() -> None:
         async with library.open(lambda: item):
             await library.call(item.fail)
     assert item.num_closed == 1
+    library = textworld.Library(5)
     with anyio.CancelScope() as scope:
         async with library.open(lambda: item):
             scope.cancel()
