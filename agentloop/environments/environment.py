@@ -327,12 +327,12 @@ def environment(
     options = tasks, held_out_tasks, parts, teacher, errors, setup, replayable
 
     def make(function: EnvironmentFunction) -> Environment:
-        return _checked(Environment(function, *options))
+        return _check(Environment(function, *options))
 
     return make if function is None else make(function)
 
 
-def _checked(given: Environment) -> Environment:
+def _check(given: Environment) -> Environment:
     """Return an environment whose tasks can be read again, and whose weights are floats."""
     function, weights, agent_errors = given.function, given.weights, given.agent_errors
     if not inspect.iscoroutinefunction(function):

@@ -27,11 +27,11 @@ from anyio.abc import TaskGroup
 from agentloop.sandbox.backend import directory_mib
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import SPARE_BYTES, Pending, next_id
-from agentloop.sandbox.protocol import Reply
+from agentloop.sandbox.protocol import WorkerReply
 from agentloop.sandbox.results import CallError, CallResult, CallStatus, Where
 from agentloop.sandbox.settings import MAX_CODE_BYTES, OutputLimits, PoolSettings
 from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
-from agentloop.sandbox.worker.connection import Frame
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 MAX_TIMEOUT_S = 3600.0
@@ -79,7 +79,7 @@ class Calls:
         memory_mib: int | None,
         output: OutputLimits | None = None,
         native: bool = False,
-    ) -> Frame:
+    ) -> WorkerFrame:
         """Return a call's message to a worker. Raises what `Pool.run` raises.
 
         Args:
@@ -100,7 +100,7 @@ class Calls:
                 raise ValueError(f"memory_mib must be between 1 and the pool's {limit}")
         if not self.is_open:
             raise RuntimeError(NOT_OPEN)
-        message: Frame = {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
+        message: WorkerFrame = {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
         if memory_mib is not None:
             message["memory_mib"] = memory_mib
         if output is not None:
@@ -110,20 +110,20 @@ class Calls:
             message["native"] = True
         return message
 
-    async def run(self, message: Frame) -> CallResult:
+    async def run(self, message: WorkerFrame) -> CallResult:
         """Run a program on any worker, again if the first fails."""
         result = self._refuse(message, None) or await self._run(message)
         self.counts[result.status] += 1
         return result
 
-    async def run_cell(self, message: Frame, worker: PoolWorker) -> CallResult | None:
+    async def run_cell(self, message: WorkerFrame, worker: PoolWorker) -> CallResult | None:
         """Run a session's cell on its worker; return None if its process is lost."""
         result = self._refuse(message, worker) or await self._run_cell(message, worker)
         if result is not None:
             self.counts[result.status] += 1
         return result
 
-    async def ends_workers(self, cells: Sequence[Frame], used: Sequence[PoolWorker]) -> bool:
+    async def ends_workers(self, cells: Sequence[WorkerFrame], used: Sequence[PoolWorker]) -> bool:
         """Run the cells of a lost session in another one; return whether its worker is lost, too.
 
         Args:
@@ -135,7 +135,7 @@ class Calls:
                 return not used[-1].alive and await self._is_to_blame(used)
         return False
 
-    def _refuse(self, message: Frame, only: PoolWorker | None) -> CallResult | None:
+    def _refuse(self, message: WorkerFrame, only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
         size = input_bytes(message)
         if size > MAX_CODE_BYTES:
@@ -155,7 +155,7 @@ class Calls:
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, reason)
         return None
 
-    async def _run(self, message: Frame) -> CallResult:
+    async def _run(self, message: WorkerFrame) -> CallResult:
         queue_s = 0.0
         reason = ""
         used: list[PoolWorker] = []
@@ -180,7 +180,7 @@ class Calls:
             return CallResult(message["id"], killed, signal=signal.SIGKILL, error=error, **where)
         return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, reason, **where)
 
-    async def _run_cell(self, message: Frame, worker: PoolWorker) -> CallResult | None:
+    async def _run_cell(self, message: WorkerFrame, worker: PoolWorker) -> CallResult | None:
         entered = time.monotonic()
         slot = await self._slot(Need.CELL, worker, self.settings.max_wait_s)
         queue_s = time.monotonic() - entered
@@ -232,7 +232,7 @@ class Calls:
                 self.queue.leave(waiter)
         return waiter.worker
 
-    async def _answer(self, worker: PoolWorker, message: Frame) -> Reply | None:
+    async def _answer(self, worker: PoolWorker, message: WorkerFrame) -> WorkerReply | None:
         """Send the call and wait for its reply; return None if the worker is lost.
 
         The message gets a new `id`. The slot is freed when the worker has replied, even if the
@@ -274,13 +274,13 @@ class Calls:
             worker.link.lose("it stopped responding")
 
 
-def input_bytes(message: Frame) -> int:
+def input_bytes(message: WorkerFrame) -> int:
     """Return the size of a call's code and standard input together, in UTF-8."""
     texts = (message["code"], message["stdin"])
     return sum(len(t) if t.isascii() else len(t.encode("utf-8", "surrogatepass")) for t in texts)
 
 
-def memory_of(message: Frame, settings: PoolSettings) -> int:
+def memory_of(message: WorkerFrame, settings: PoolSettings) -> int:
     """Return the bytes of memory that a worker may hold for a call, in all of its processes.
 
     What the call itself may hold is no less than its directory, whose files stay when all of its
@@ -298,7 +298,7 @@ def _where(worker: PoolWorker, queue_s: float, attempt: int) -> Where:
     return {"queue_s": queue_s, "worker_id": worker.link.worker_id, "attempt": attempt}
 
 
-def _failed_to_start(reply: Reply) -> bool:
+def _failed_to_start(reply: WorkerReply) -> bool:
     """Return whether the worker failed before the program started, such as in a fork.
 
     A host has repeated the call itself, and reports its `attempt`.

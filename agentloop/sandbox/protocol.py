@@ -27,7 +27,7 @@ HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
-class Reply(TypedDict, total=False):
+class WorkerReply(TypedDict, total=False):
     """A frame from a worker or a host (remote.py), as far as it is not a program's result."""
 
     op: str

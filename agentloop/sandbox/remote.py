@@ -22,10 +22,10 @@ import anyio
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Link, Pending, wait_ready
-from agentloop.sandbox.protocol import MAX_FRAME_BYTES, Reply
+from agentloop.sandbox.protocol import MAX_FRAME_BYTES, WorkerReply
 from agentloop.sandbox.results import MEASURED
 from agentloop.sandbox.settings import PoolSettings
-from agentloop.sandbox.worker.connection import Frame
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0
@@ -74,13 +74,13 @@ class HostLink(Link):
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
         await self.lost.wait()  # no deadline: as long as the host lives
 
-    def submit(self, message: Frame) -> Pending:
+    def submit(self, message: WorkerFrame) -> Pending:
         # Replace lone surrogates, as a worker does, because the host's JSON parser rejects them.
         texts = (message["code"], message["stdin"])
         code, stdin = (text.encode("utf-8", "replace").decode() for text in texts)
         return super().submit({**message, "code": code, "stdin": stdin})
 
-    def _on_message(self, message: Reply) -> None:
+    def _on_message(self, message: WorkerReply) -> None:
         match message:
             case {"op": "load", "others": int(number)}:
                 self.num_others = number

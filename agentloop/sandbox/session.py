@@ -14,7 +14,7 @@ from agentloop.sandbox.link import OpenSession
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.sandbox.slots import PoolWorker
-from agentloop.sandbox.worker.connection import Frame
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 CELL_BYTES = 512  # of a remembered cell, beside its code and input
 TRIAL_S = 60.0  # to find out what has ended a session's worker
@@ -55,7 +55,7 @@ class Session:
         self._calls = calls
         self._state: OpenSession = worker.link.open_session(session_id)
         self._reopen = reopen
-        self._cells: list[Frame] = []  # what has been run, if it is not too much
+        self._cells: list[WorkerFrame] = []  # what has been run, if it is not too much
         self._num_bytes = 0  # of it
         self._turn = anyio.Lock()
 
@@ -85,7 +85,7 @@ class Session:
                 raise self.loss
         return result
 
-    def _remember(self, message: Frame) -> None:
+    def _remember(self, message: WorkerFrame) -> None:
         """Keep a cell, unless the session has run too much to run it again."""
         self._num_bytes += input_bytes(message) + CELL_BYTES
         self._cells.append(message)
@@ -104,7 +104,7 @@ class Session:
         with anyio.move_on_after(TRIAL_S):
             try:
                 async with self._reopen() as other:
-                    again: list[Frame] = [{**cell, "session": other.id} for cell in cells]
+                    again: list[WorkerFrame] = [{**cell, "session": other.id} for cell in cells]
                     return await self._calls.ends_workers(again, [self.worker, other.worker])
             except Overloaded:  # there is no other worker
                 return False

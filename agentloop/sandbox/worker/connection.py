@@ -16,7 +16,7 @@ PIECE = 64 << 10  # characters
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
-class Frame(TypedDict, total=False):
+class WorkerFrame(TypedDict, total=False):
     """A frame to a worker (sandbox/protocol.py)."""
 
     op: str
@@ -46,7 +46,7 @@ class Connection:
     def fds(self) -> set[int]:
         return {self.read_fd, self.write_fd}
 
-    def read(self) -> list[Frame]:
+    def read(self) -> list[WorkerFrame]:
         """Return the frames that have arrived. Raises EOFError if the supervisor is gone."""
         try:
             data = os.read(self.read_fd, 1 << 18)
@@ -57,7 +57,7 @@ class Connection:
         if not data:
             raise EOFError
         self._inbox += data
-        frames: list[Frame] = []
+        frames: list[WorkerFrame] = []
         while len(self._inbox) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._inbox)
             end = HEADER.size + size
