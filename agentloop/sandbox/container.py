@@ -506,20 +506,6 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
     return num
 
 
-async def _prepare_engine(
-    docker: aiodocker.Docker,
-    url: str,
-    settings: PoolSettings,
-    on_progress: Callable[[str], None],
-) -> ContainerEngine:
-    """An engine on which nothing of dead owners is left, and which has the image."""
-    if num := await reap_containers(docker, is_local(url)):
-        on_progress(f"Removed {num} containers left by a killed process.")
-    image = await ensure_image(docker, settings.image, on_progress, settings.packages)
-    info = cast(EngineInfo, await docker.system.info())
-    return ContainerEngine(docker, is_local(url), image, info)
-
-
 @asynccontextmanager
 async def docker_backend(
     settings: PoolSettings, on_progress: Callable[[str], None]
@@ -542,14 +528,17 @@ async def docker_backend(
                 )
             )
             try:
-                engine = await _prepare_engine(docker, url, settings, on_progress)
+                if num := await reap_containers(docker, is_local(url)):
+                    on_progress(f"Removed {num} containers left by a killed process.")
+                image = await ensure_image(docker, settings.image, on_progress, settings.packages)
+                info = cast(EngineInfo, await docker.system.info())
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 where = url or local_engine()
                 reason = what_it_said(error) or "no answer in time"
                 raise SandboxUnavailable(
                     f"the Docker Engine at {where} failed: {reason}"
                 ) from error
-            engines.append(engine)
+            engines.append(ContainerEngine(docker, is_local(url), image, info))
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

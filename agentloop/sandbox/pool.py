@@ -477,7 +477,7 @@ class Pool:
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
         await fleet.keep_warm(spec, num)
 
-    async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
+    async def build_image(self, folder: Path) -> str:
         """Build an image from a folder with a Dockerfile, if it has not been built yet.
 
         Further hosts build it when they get a computer of it.
@@ -489,7 +489,7 @@ class Pool:
             SandboxUnavailable: a step of it failed, or the engine did.
             OSError: the folder cannot be read.
         """
-        return await self._places.build_image(folder, timeout_s)
+        return await self._places.build_image(folder)
 
     async def open_fleet(self) -> Fleet:
         """Return this machine's computers, for computer/host.py. Raises as `build_image`."""

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _MAX_REPLY_BYTES = 1 << 20
+_START_TIMEOUT_S = 60.0  # for a process to start and import `preload`
 # Sent by people, supervisors and the kernel's OOM killer; a program that crashes gets others.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
@@ -75,7 +76,6 @@ class ProcessPool:
     Args:
         preload: Functions, as `module:name`, to import when a process starts.
         memory_mib: Memory that a call may allocate; 0: unlimited.
-        start_timeout_s: Time limit for a process to start and import `preload`.
     """
 
     def __init__(
@@ -84,11 +84,9 @@ class ProcessPool:
         *,
         preload: Sequence[str] = (),
         memory_mib: int = 2048,
-        start_timeout_s: float = 60.0,
     ) -> None:
         self._preload = preload
         self._memory_mib = memory_mib
-        self._start_timeout_s = start_timeout_s
         self._slots = anyio.Semaphore(count)
         self._idle: list[_Child] = []
         self._alive: set[_Child] = set()
@@ -164,11 +162,11 @@ class ProcessPool:
         child = _Child(process)
         self._alive.add(child)
         try:
-            with anyio.fail_after(self._start_timeout_s):
+            with anyio.fail_after(_START_TIMEOUT_S):
                 ready = await child.read()
         except TimeoutError:
             await self._kill(child)
-            raise CallNotStarted(f"not started after {self._start_timeout_s:g} s") from None
+            raise CallNotStarted(f"not started after {_START_TIMEOUT_S:g} s") from None
         except CallDied as error:
             await self._kill(child)
             raise CallNotStarted(str(error)) from error

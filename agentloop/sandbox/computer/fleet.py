@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
 
 import aiodocker
 import aiohttp
@@ -26,6 +25,7 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.computer.images import (
     BUILT_LABEL,
+    FillFile,
     bound_images,
     mark_used,
     name_image,
@@ -46,7 +46,7 @@ MAX_WARM_SPECS = 8
 UNUSED_S = 120.0
 WATCH_EVERY_S = 2.0
 DISK_STEP_BYTES = 64 << 20
-MEASURE_TIMEOUT_S, PULL_TIMEOUT_S = 30.0, 900.0
+MEASURE_TIMEOUT_S, PULL_TIMEOUT_S, BUILD_TIMEOUT_S = 30.0, 900.0, 600.0
 
 
 class _Stock:
@@ -114,9 +114,7 @@ class Fleet:
             await stock.changed.wait()  # no deadline: each start has one
             stock.raise_failure()
 
-    async def ensure_image(
-        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
-    ) -> None:
+    async def ensure_image(self, name: str, fill: FillFile) -> None:
         """Build an image, unless the engine has it, of a tar that `fill` writes into a file."""
         docker = self.engine.docker
         async with self._building:  # no deadline: each build has one
@@ -129,7 +127,7 @@ class Fleet:
                     if name != await anyio.to_thread.run_sync(name_image, context):
                         raise SandboxUnavailable(f"the folder of {name} is not what it was")
                     context.seek(0)
-                    await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
+                    await run_build(docker, context, name, {}, BUILD_TIMEOUT_S, label=BUILT_LABEL)
                 await bound_images(docker, self._settings.built_images_gib * (1 << 30))
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error

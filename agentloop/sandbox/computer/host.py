@@ -60,7 +60,7 @@ class ComputerHost:
                 await socket.send_json({"changes": changes})
             case "build":
                 fleet, fill = await self._pool.open_fleet(), partial(_receive_tar, socket)
-                await fleet.ensure_image(request["name"], fill, float(request["timeout_s"]))
+                await fleet.ensure_image(request["name"], fill)
                 await socket.send_json({})
 
     async def _take(self, socket: web.WebSocketResponse, spec: ComputerSpec) -> None:

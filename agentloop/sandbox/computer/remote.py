@@ -6,7 +6,7 @@ What follows /v1/computer/, its request, and what the host answers:
                                    {why, by_program}. The computer ends with the connection
     port {key, port}               {}, then bytes both ways; an empty message ends a direction
     changes {key}                  {changes}
-    build {name, timeout_s}        {}, or {missing}: pieces of a tar are each answered with {}, and
+    build {name}                   {}, or {missing}: pieces of a tar are each answered with {}, and
                                    an empty one behind them when the image is built
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +22,7 @@ from pathlib import Path
 from socket import SHUT_WR, socketpair
 from socket import socket as Socket
 from tempfile import TemporaryFile
-from typing import IO, TypeAlias, TypedDict, cast
+from typing import TypeAlias, TypedDict, cast
 
 import aiohttp
 import anyio
@@ -32,6 +32,7 @@ from anyio.abc import ByteStream, SocketListener, TaskGroup, TaskStatus
 
 from agentloop.sandbox.computer.changes import Change
 from agentloop.sandbox.computer.channel import ComputerChannel
+from agentloop.sandbox.computer.images import FillFile
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.proxy import relay
 from agentloop.sandbox.container import ImageConfig
@@ -142,10 +143,8 @@ class HostPlace:
         # The host is late to tell of our own, and alone knows others'.
         return max(self._num_own, self._host.link.num_computers if self._host.link else 0)
 
-    async def ensure_image(
-        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
-    ) -> None:
-        async with self._asking("build", name=name, timeout_s=timeout_s) as (socket, reply):
+    async def ensure_image(self, name: str, fill: FillFile) -> None:
+        async with self._asking("build", name=name) as (socket, reply):
             if "missing" in reply:
                 with TemporaryFile() as context:
                     await fill(context)
