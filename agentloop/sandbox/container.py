@@ -91,14 +91,14 @@ LIMITS: Mapping[str, Limit] = {
 
 
 class ImageConfig(TypedDict, total=False):
-    """What we read of an image's configuration."""
+    """The fields of an image's configuration that we read."""
 
     User: str
     WorkingDir: str
 
 
 class EngineInfo(TypedDict, total=False):
-    """What we read of an engine's description of itself."""
+    """The fields of an engine's description of itself that we read."""
 
     SecurityOptions: list[str] | None
     DockerRootDir: str

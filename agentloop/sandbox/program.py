@@ -27,7 +27,7 @@ from agentloop.sandbox.computer.machine import FOLDER, ProgramSpec
 from agentloop.sandbox.computer.proxy import relay, serving
 from agentloop.sandbox.container import SCRATCH, inspect_image
 from agentloop.sandbox.engine import what_it_said
-from agentloop.sandbox.errors import ComputerLost, SandboxUnavailable
+from agentloop.sandbox.errors import ComputerLost, ProgramUnsupported, SandboxUnavailable
 from agentloop.sandbox.results import CallStatus
 from agentloop.sandbox.settings import PoolSettings
 
@@ -89,7 +89,7 @@ async def run_in_computer(
     """Run a program, for `timeout_s` seconds at most, including the start of its container.
 
     Raises:
-        ProgramUnsupported: the engine lacks the image.
+        ProgramUnsupported: the engine lacks the image, or a runtime that lends us sockets.
         SandboxUnavailable: the engine failed, or the container was not started in time.
     """
     began = anyio.current_time()
@@ -103,7 +103,12 @@ async def run_in_computer(
         env = {"HOME": SCRATCH, "USER": "agent", "LOGNAME": "agent", **program.env}
         async with fleet.alone(spec, timeout_s) as machine:
             box = Computer(fleet, machine, NOBODY if user in ROOT else user, folder, env)
-            listener, lead = await machine.listen(PORT), partial(_lead_to, program.socket)
+            lead = partial(_lead_to, program.socket)
+            try:
+                listener = await machine.listen(PORT)
+            except OSError as error:
+                machine.channel.check()
+                raise ProgramUnsupported(f"its runtime lends us no socket: {error}") from error
             async with serving(machine.tasks, listener, lead, MAX_CONNECTIONS):
                 result = await box.execute(
                     program.command,

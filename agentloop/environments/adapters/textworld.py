@@ -32,7 +32,7 @@ __all__ = ["game"]
 
 
 class Scene(TypedDict):
-    """What is read of TextWorld's state of a game, to show it."""
+    """The fields of TextWorld's state of a game that are shown."""
 
     feedback: str
     objective: str | None
