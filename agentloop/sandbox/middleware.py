@@ -45,32 +45,15 @@ class RequestLimits:
         # A service at its limits must still accept requests in order to answer them with 503.
         self._max_requests = min(settings.max_requests, max_connections // 2)
         self._max_links = min(settings.max_links, max_connections // 4)
-        self._max_waiting = min(settings.max_waiting_sessions, max_connections // 8)
         token = settings.token.get_secret_value() if settings.token else None
         self.guard = Guard(settings.host, token, settings.allowed_hosts)
         self.num_requests = 0
         self.num_links = 0
-        self._num_waiting = 0  # requests that wait for a session, not counted as open requests
         self.held = HeldBytes(max(settings.max_held_mib, settings.max_body_mib) * MIB)
 
     @property
     def middlewares(self) -> list[Middleware]:
         return [self._errors, self._guard, self._bound]
-
-    @property
-    def may_wait_for_session(self) -> bool:
-        return self._num_waiting < self._max_waiting
-
-    @contextmanager
-    def waiting_for_session(self) -> Iterator[None]:
-        """Count a request that may wait for long separately from those that run calls."""
-        self._num_waiting += 1
-        self.num_requests -= 1
-        try:
-            yield
-        finally:
-            self.num_requests += 1
-            self._num_waiting -= 1
 
     @contextmanager
     def link(self, request: web.Request) -> Iterator[None]:

@@ -124,11 +124,8 @@ class SandboxService:
 
     async def open_session(self, request: web.Request) -> web.Response:
         await self._limits.parse_body(SessionRequest, request, empty=b"{}")
-        # Beyond max_waiting_sessions, do not wait: refuse at once if no session is free.
-        max_wait_s = self._settings.session_wait_s if self._limits.may_wait_for_session else 0.0
         key = secrets.token_urlsafe(16)
-        with self._limits.waiting_for_session():
-            await self._sessions.open(key, max_wait_s)
+        await self._sessions.open(key, max_wait_s=0.0)
         body: OpenedSession = {"id": key, "idle_s": self._settings.session_idle_s}
         return json_response(body, status=201)
 
