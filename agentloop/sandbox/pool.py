@@ -514,7 +514,7 @@ class Pool:
         if backend is None:
             raise ProgramUnsupported(
                 "computers and programs have containers of their own, and calls do not run in "
-                "containers here: it needs a Docker Engine on this machine that this user may use"
+                "containers here: they need a Docker Engine on this machine that this user may use"
             )
         if backend.local_engine is None:
             raise ProgramUnsupported(

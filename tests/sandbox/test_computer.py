@@ -177,6 +177,6 @@ def test_same_folders_make_the_same_tar(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_local_workers_have_no_computers() -> None:
     async with Pool(BARE) as pool:
-        with pytest.raises(ProgramUnsupported, match="needs a Docker Engine on this machine"):
+        with pytest.raises(ProgramUnsupported, match="need a Docker Engine on this machine"):
             async with pool.computer():
                 pass

@@ -73,7 +73,7 @@ def test_how_a_program_ended(
 async def test_local_workers_run_no_program_in_a_container() -> None:
     async with Pool(BARE) as pool:
         assert not pool.has_containers
-        with pytest.raises(ProgramUnsupported, match="needs a Docker Engine on this machine"):
+        with pytest.raises(ProgramUnsupported, match="need a Docker Engine on this machine"):
             await pool.run_program(JOB, 5)
     with pytest.raises(RuntimeError):
         await pool.run_program(JOB, 5)
