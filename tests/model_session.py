@@ -34,7 +34,7 @@ with urllib.request.urlopen(request) as response:
 
 
 class SessionAgent:
-    """The agent of one rollout, whose session a test plays (`ProgramAgent`).
+    """The agent of one rollout, whose session a test plays.
 
     Attributes:
         asked: the bodies of the requests so far.

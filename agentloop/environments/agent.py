@@ -6,15 +6,15 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import Protocol, SupportsFloat, Unpack
 
 import anyio
 
-from agentloop.agent.rollout import Budget, Reply
+from agentloop.agent.rollout import Budget
 from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.sessions.history import context_key, opening_key
 from agentloop.agent.tools import Tool, ToolFunction
-from agentloop.agent.turn_journal import Journals, TurnJournal
+from agentloop.agent.turn_journal import Journals
 from agentloop.environments.conversation import Conversation, ReplyClock, Stops, UserReply
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
@@ -22,6 +22,7 @@ from agentloop.environments.player import (
     Player,
     PlayerHost,
     ResolveTools,
+    RolloutOptions,
 )
 from agentloop.environments.rewards.reward import Reward, finite_number
 from agentloop.environments.sandbox import EnvironmentSandbox
@@ -86,15 +87,7 @@ class Host(Protocol):
         messages: Sequence[Message],
         *,
         tools: Sequence[Tool | ToolFunction | str],
-        sampling: Sampling,
-        budget: Budget,
-        reply: Reply | None,
-        group: str,
-        prompt_ids: list[int] | None,
-        id: str,
-        on_event: Emit,
-        with_text: bool,
-        journal: TurnJournal | None,
+        **options: Unpack[RolloutOptions],
     ) -> Trajectory: ...
 
 
@@ -529,7 +522,7 @@ class Agent:
         return trajectory.answer
 
     @asynccontextmanager
-    async def conversation(self, **options: Any) -> AsyncIterator[Conversation]:
+    async def conversation(self, **options: object) -> AsyncIterator[Conversation]:
         """Open a conversation, message by message. Takes the options of `run`, except `reply`.
 
         async with agent.conversation(system="Play chess.") as talk:
@@ -582,7 +575,7 @@ class Agent:
             "max_response_tokens": max_tokens,
             "max_turn_tokens": max_tokens,  # of a player, which the former does not apply to
         }
-        update: dict[str, Any] = {
+        update: dict[str, object] = {
             name: min(getattr(self._budget, name) or limit, limit)
             for name, limit in limits.items()
             if limit is not None

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -48,7 +47,7 @@ class Conversation:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, run: Callable[..., Awaitable[Trajectory]], options: Mapping[str, Any]
+        cls, run: Callable[..., Awaitable[Trajectory]], options: Mapping[str, object]
     ) -> AsyncIterator[Conversation]:
         """Open a conversation; leaving the context ends it."""
         self = cls(run, options)

@@ -16,7 +16,7 @@ from agentloop.agent.tools import Schema
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.errors import InfrastructureFailed, LimitReached, ServerError, SettingsError
 from agentloop.inference.openai_client import EndpointCompletion, EndpointSettings, OpenAIClient
-from agentloop.plain_json import JsonObject, dumps
+from agentloop.plain_json import dumps
 from agentloop.trajectory import Message, StopReason
 
 __all__ = ["Ask", "Endpoint", "asking"]
@@ -173,12 +173,13 @@ class Endpoint:
             SettingsError: the endpoint rejects all requests.
         """
         url, timeout_s = self._settings.url, self._settings.timeout_s
-        fields: JsonObject = {"messages": list(messages), **self._options}
+        fields: dict[str, object] = {"messages": list(messages), **self._options}
         if tools:
             fields["tools"] = list(tools)
         if max_tokens is not None:
             name = _NEW_LIMIT if _NEW_LIMIT in fields else "max_tokens"
-            fields[name] = min(max_tokens, fields.get(name, max_tokens))
+            lower = fields.get(name)
+            fields[name] = min(max_tokens, lower) if isinstance(lower, int) else max_tokens
         if seed is not None:
             fields["seed"] = seed
         try:

@@ -46,7 +46,6 @@ from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
 from agentloop.environments.tasks.task import Task, describe, line_of
 from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
-from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -141,7 +140,7 @@ class Environment:
     agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
     setup: Setup | None = None
     replayable: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     shared: object = None
 
     @property
@@ -166,11 +165,12 @@ class Environment:
                 return reward
         return None
 
-    async def __call__(self, task: object, agent: object) -> Any:
+    async def __call__(self, task: object, agent: object) -> object:
         # What a rollout changes in its task or its arguments reaches no other rollout.
         shared = {} if self.setup is None else {_SHARED: self.shared}
         with sharing_connections(), rollout_threads():
-            return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
+            arguments = {name: _copy(value) for name, value in self.arguments.items()}
+            return await self.function(deepcopy(task), agent, **arguments, **shared)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Environment]:
@@ -227,7 +227,7 @@ class Environment:
         hints = self._types_of([parameter.name for parameter in parameters])
         fields: dict[str, Any] = {
             parameter.name: (
-                hints.get(parameter.name, Any),
+                hints.get(parameter.name, object),
                 ... if parameter.default is parameter.empty else parameter.default,
             )
             for parameter in parameters
@@ -322,30 +322,19 @@ def environment(
             another type.
         ValueError: a weight, or a reward of `agent_errors`, is no finite number.
     """
-    make = partial(
-        _make_environment,
-        tasks=tasks,
-        held_out_tasks=held_out_tasks,
-        weights={} if weights is None else weights,
-        teacher=teacher,
-        agent_errors={} if agent_errors is None else agent_errors,
-        setup=setup,
-        replayable=replayable,
-    )
+    parts = {} if weights is None else weights
+    errors = {} if agent_errors is None else agent_errors
+    options = tasks, held_out_tasks, parts, teacher, errors, setup, replayable
+
+    def make(function: EnvironmentFunction) -> Environment:
+        return _check(Environment(function, *options))
+
     return make if function is None else make(function)
 
 
-def _make_environment(
-    function: EnvironmentFunction,
-    *,
-    tasks: Tasks | None,
-    held_out_tasks: Tasks | None,
-    weights: Mapping[str, float],
-    teacher: Teacher | None,
-    setup: Setup | None,
-    agent_errors: Mapping[type[Exception], float],
-    replayable: bool,
-) -> Environment:
+def _check(given: Environment) -> Environment:
+    """Return an environment whose tasks can be read again, and whose weights are floats."""
+    function, weights, agent_errors = given.function, given.weights, given.agent_errors
     if not inspect.iscoroutinefunction(function):
         name = getattr(function, "__qualname__", repr(function))
         where = line_of(function) if inspect.isfunction(function) else ""
@@ -357,10 +346,7 @@ def _make_environment(
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
     if not isinstance(weights, Mapping):
         raise _type_error("weights", "a mapping such as {'quick': 0.2}", weights)
-    weights = {
-        name: finite_number(weight, f"environment: weights: {name!r}")
-        for name, weight in weights.items()
-    }
+    teacher = given.teacher
     if teacher is not None and (not callable(teacher) or inspect.iscoroutinefunction(teacher)):
         expected = "a function of a task and of random numbers that returns a script"
         raise _type_error("teacher", expected, teacher)
@@ -370,21 +356,20 @@ def _make_environment(
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
     takes_shared = _SHARED in inspect.signature(function).parameters
-    if takes_shared != (setup is not None):
+    if takes_shared != (given.setup is not None):
         raise TypeError(f"environment: setup= and the parameter `{_SHARED}` belong together")
-    agent_errors = {
-        kind: finite_number(reward, f"environment: agent_errors: {kind.__name__}")
-        for kind, reward in agent_errors.items()
-    }
-    return Environment(
-        function,
-        _checked_tasks(tasks, function),
-        _checked_tasks(held_out_tasks, function),
-        weights,
-        teacher,
-        agent_errors,
-        setup,
-        replayable,
+    return replace(
+        given,
+        tasks=_checked_tasks(given.tasks, function),
+        held_out_tasks=_checked_tasks(given.held_out_tasks, function),
+        weights={
+            name: finite_number(weight, f"environment: weights: {name!r}")
+            for name, weight in weights.items()
+        },
+        agent_errors={
+            kind: finite_number(reward, f"environment: agent_errors: {kind.__name__}")
+            for kind, reward in agent_errors.items()
+        },
     )
 
 
@@ -446,7 +431,7 @@ def _partial(function: Callable[..., T], num_own: int, values: Mapping[str, obje
     return partial(function, **{name: values[name] for name in taken if name in values})
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     """Copy lists, dicts and sets, at any depth in each other."""
     if isinstance(value, dict):
         return {key: _copy(part) for key, part in value.items()}
@@ -507,7 +492,7 @@ def _key_of(environment: Environment) -> tuple[EnvironmentFunction, str]:
 def open_tasks(
     settings: TasksSettings,
     environment: Environment | None,
-    cursor: JsonObject | None = None,
+    cursor: Mapping[str, object] | None = None,
 ) -> TaskSource:
     """Open the tasks of the settings. An environment's own replace those of a generator.
 

@@ -25,7 +25,7 @@ import anyio.to_thread
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.environments.endpoint import Ask, Endpoint, asking
 from agentloop.errors import InfrastructureFailed, SettingsError
-from agentloop.plain_json import JsonObject, dumps
+from agentloop.plain_json import dumps
 from agentloop.trajectory import Message
 
 __all__ = ["Judge", "Rating", "parse_rating"]
@@ -181,7 +181,7 @@ def _last_object(text: str) -> dict[str, object] | None:
         if at < end:  # inside of an object that ended before the text did
             continue
         try:
-            value: JsonObject
+            value: dict[str, object]
             value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             continue

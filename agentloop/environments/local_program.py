@@ -15,13 +15,47 @@ import anyio.abc
 from agentloop.aio import task_group
 from agentloop.inference.processes.supervise import stdio_guarded
 from agentloop.sandbox import CallStatus, Program, ProgramEnd
-from agentloop.sandbox.program import ProgramOutput, program_end
+from agentloop.sandbox.program import KEPT_BYTES
 
 __all__ = ["run_locally"]
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _STOP_TIMEOUT_S = 15.0
 _NOT_FOUND = 127
+
+
+class ProgramOutput:
+    """The end of what a program writes, and how much that was.
+
+    Attributes:
+        ends: the last bytes of stdout and of stderr.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+        self.ends = bytearray(), bytearray()
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._left < 0
+
+    def add(self, stream: int, data: bytes) -> None:
+        """Add data of a stream: 1 is stdout, 2 is stderr."""
+        self._left -= len(data)
+        kept = self.ends[stream - 1]
+        kept += data
+        del kept[:-KEPT_BYTES]
+
+
+def program_end(
+    exit_status: int | None, limit: CallStatus | None, output: ProgramOutput, elapsed_s: float
+) -> ProgramEnd:
+    """Return the end of a program that had an exit status, or was killed at a limit."""
+    status = limit or CallStatus.OK
+    if limit is None and exit_status:
+        status = CallStatus.KILLED if exit_status > 128 else CallStatus.ERROR
+    stdout, stderr = (end.decode("utf-8", "replace") for end in output.ends)
+    return ProgramEnd(status, None if limit else exit_status, stdout, stderr, elapsed_s)
 
 
 async def run_locally(program: Program, timeout_s: float) -> ProgramEnd:

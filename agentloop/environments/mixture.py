@@ -21,7 +21,6 @@ from agentloop.environments.environment import Environment, EnvSettings, load, o
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.plain_json import JsonObject
 
 __all__ = [
     "Envs",
@@ -42,10 +41,10 @@ class EnvsSettings(EnvSettings):
     weight: float = pydantic.Field(
         1.0, gt=0, allow_inf_nan=False, description="Share of the groups, relative to the others."
     )
-    tasks: JsonObject = pydantic.Field(
+    tasks: dict[str, object] = pydantic.Field(
         default_factory=dict, description="Settings of its tasks; the others are those of `tasks`."
     )
-    budget: JsonObject = pydantic.Field(
+    budget: dict[str, object] = pydantic.Field(
         default_factory=dict,
         description="Limits of its rollouts; the others are those of `budget` or of the stage.",
     )
@@ -135,7 +134,7 @@ def _new_name(env: EnvSettings, taken: Sequence[str]) -> str:
 def open_mixture(
     environments: Sequence[RunEnvironment],
     loaded: Sequence[Environment | None],
-    cursor: dict[str, object] | None = None,
+    cursor: Mapping[str, object] | None = None,
 ) -> TaskSource:
     """Open the tasks of the environments, and continue from `cursor` if given.
 

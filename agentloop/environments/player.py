@@ -14,7 +14,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import anyio
 
@@ -22,6 +22,7 @@ from agentloop.agent.channels import answer_in
 from agentloop.agent.formats.values import decode_arguments
 from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
+from agentloop.agent.turn_journal import TurnJournal
 from agentloop.environments.endpoint import Endpoint
 from agentloop.errors import InfrastructureFailed, PromptTooLong, ServerError, culprit
 from agentloop.events import (
@@ -39,6 +40,7 @@ from agentloop.events import (
     TurnStarted,
 )
 from agentloop.inference.openai_client import EndpointCompletion, seed_of, turn_end_of
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import (
     Message,
@@ -57,6 +59,7 @@ __all__ = [
     "Player",
     "PlayerHost",
     "ResolveTools",
+    "RolloutOptions",
     "Said",
     "Script",
 ]
@@ -70,12 +73,30 @@ Script = Callable[[list[Message]], Said | Awaitable[Said]]
 a message with tool calls, as made by `call`."""
 
 
+class RolloutOptions(TypedDict):
+    """The arguments of a conversation, beside its messages and tools."""
+
+    sampling: Sampling
+    budget: Budget
+    reply: Reply | None
+    group: str
+    prompt_ids: list[int] | None
+    id: str
+    on_event: Emit
+    with_text: bool
+    journal: TurnJournal | None
+
+
 @runtime_checkable
 class OtherModel(Protocol):
     """Runs conversations of another model, exactly; implemented by `agentloop.Runtime`."""
 
     async def rollout(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool], **options: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool],
+        **options: Unpack[RolloutOptions],
     ) -> Trajectory: ...
 
 
@@ -120,7 +141,7 @@ class PlayerHost:
         messages: Sequence[Message],
         *,
         tools: Sequence[Tool | ToolFunction | str],
-        **options: Any,
+        **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Implement `Host`."""
         resolved = self.resolve_tools(tools)

@@ -30,11 +30,11 @@ writing when the time is over is kept as a conversation that ended there.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -45,7 +45,6 @@ from agentloop.environments.agent import Agent
 from agentloop.environments.environment import EnvSettings, environment
 from agentloop.environments.local_program import run_locally
 from agentloop.environments.rewards.answers import final_answer
-from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import InfrastructureFailed, SettingsError
 from agentloop.plain_json import dumps
@@ -57,10 +56,11 @@ from agentloop.sandbox import (
     ProgramEnd,
     ProgramUnsupported,
 )
-from agentloop.sandbox.program import FOLDER, KEPT_BYTES, PORT
+from agentloop.sandbox.computer.machine import FOLDER
+from agentloop.sandbox.program import KEPT_BYTES, PORT
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
-__all__ = ["PROGRAM", "AgentProgram", "ProgramAgent", "ProgramSettings", "program", "work_in"]
+__all__ = ["PROGRAM", "AgentProgram", "ProgramSettings", "program", "work_in"]
 
 PROGRAM = f"{__name__}:program"
 """The environment that is nothing but a program."""
@@ -77,48 +77,6 @@ _MAX_VARIABLE_BYTES = 100_000
 _QUOTED_CHARS = 2000
 
 
-class ProgramAgent(Protocol):
-    """The part of `Agent` that a program needs: a session that records what it samples."""
-
-    @property
-    def url(self) -> str:
-        """Base URL of the session on loopback, for either kind of client."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """Key of the session, for clients that send one."""
-        ...
-
-    @property
-    def socket(self) -> Path:
-        """A unix socket on which the session is at the same path."""
-        ...
-
-    @property
-    def time_left_s(self) -> float: ...
-
-    @property
-    def queued_s(self) -> float:
-        """Seconds during which the session's only request waited for a place at a server."""
-        ...
-
-    def stop_requests(self) -> bool:
-        """End the session's requests that are in flight, and return whether there were any.
-
-        What the model has sampled for them is kept.
-        """
-        ...
-
-    @property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """The session's conversations in which the model has said something."""
-        ...
-
-    @property
-    def sandbox(self) -> EnvironmentSandbox: ...
-
-
 class ProgramSettings(pydantic.BaseModel):
     """The agent as a program. `agent = "command"` is short for `agent.command`."""
 
@@ -131,8 +89,7 @@ class ProgramSettings(pydantic.BaseModel):
     )
     image: str = pydantic.Field(
         "",
-        description="Image of its containers, which must have python3. By default, that of the "
-        "sandbox.",
+        description="Image of its containers. By default, that of the sandbox.",
     )
     folder: Path | None = pydantic.Field(
         None,
@@ -157,8 +114,8 @@ class ProgramSettings(pydantic.BaseModel):
     )
     writable: bool = pydantic.Field(
         False,
-        description="Let it write to the image's files: to a copy for each rollout, on disk, "
-        "whose size nothing limits. Otherwise it writes to /tmp only, which is in memory.",
+        description="Let it write to the image's files: to a copy for each rollout, on disk. "
+        "Otherwise it writes to /tmp only, which is in memory.",
     )
 
     @pydantic.field_validator("command", mode="before")
@@ -227,7 +184,7 @@ AgentProgram = Annotated[
 
 
 @environment
-async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings) -> Trajectory:
+async def program(task: Task, agent: Agent, *, settings: ProgramSettings) -> Trajectory:
     """Let a program do the task, and have checked what it prints.
 
     Raises:
@@ -266,7 +223,7 @@ async def work_in(
 
 
 async def _answer_of(
-    agent: ProgramAgent,
+    agent: Agent,
     settings: ProgramSettings,
     run: Callable[[float], Awaitable[ProgramEnd]],
 ) -> Trajectory:
@@ -294,7 +251,7 @@ async def _answer_of(
 
 
 async def _run_program(
-    task: Task, agent: ProgramAgent, settings: ProgramSettings, limit_s: float
+    task: Task, agent: Agent, settings: ProgramSettings, limit_s: float
 ) -> ProgramEnd:
     in_container = agent.sandbox.has_containers
     url = urlsplit(agent.url.removesuffix("/v1"))
@@ -317,7 +274,7 @@ async def _run_program(
 
 
 async def _run_inside(
-    box: Computer, task: Task, agent: ProgramAgent, settings: ProgramSettings, limit_s: float
+    box: Computer, task: Task, agent: Agent, settings: ProgramSettings, limit_s: float
 ) -> ProgramEnd:
     began = anyio.current_time()
     if settings.folder is not None:
@@ -341,7 +298,7 @@ async def _run_inside(
     return ProgramEnd(result.status, result.exit_status, *output, result.elapsed_s)
 
 
-def _job_of(task: Task, agent: ProgramAgent, settings: ProgramSettings, url: str) -> Program:
+def _job_of(task: Task, agent: Agent, settings: ProgramSettings, url: str) -> Program:
     """Return a program with what it is told.
 
     Args:

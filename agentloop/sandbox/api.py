@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, TypeVar
 
 import orjson
@@ -13,6 +14,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 from agentloop.sandbox.errors import SandboxError
 from agentloop.sandbox.languages import Language
 from agentloop.sandbox.results import CallResult
+from agentloop.sandbox.session import CellArguments
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
@@ -101,6 +103,16 @@ class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
         description="Memory limit of all processes of the program together, in MiB. Default and "
         "maximum: the pool's.",
     )
+
+    def arguments(self, max_memory_mib: float = math.inf) -> CellArguments:
+        """Return the arguments of the call, whose memory is at most the pool's."""
+        memory_mib = self.memory_mib and int(min(self.memory_mib, max_memory_mib))
+        return {
+            "code": self.code,
+            "stdin": self.stdin,
+            "timeout_s": self.timeout_s,
+            "memory_mib": memory_mib,
+        }
 
 
 class ProgramRequest(RunRequest):

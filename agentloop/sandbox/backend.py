@@ -31,8 +31,8 @@ TUNED = (
 
 # In the order of their imports.
 WORKER_MODULES = (
-    "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "workspace",
-    "counters", "connection", "server",
+    "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "connection", "forked",
+    "workspace", "counters", "server",
 )  # fmt: skip
 
 

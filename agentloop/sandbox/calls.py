@@ -27,10 +27,11 @@ from anyio.abc import TaskGroup
 from agentloop.sandbox.backend import directory_mib
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import SPARE_BYTES, Pending, next_id
-from agentloop.sandbox.protocol import JsonObject
-from agentloop.sandbox.results import CallError, CallResult, CallStatus
+from agentloop.sandbox.protocol import WorkerReply
+from agentloop.sandbox.results import CallError, CallResult, CallStatus, Where
 from agentloop.sandbox.settings import MAX_CODE_BYTES, OutputLimits, PoolSettings
 from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 MAX_TIMEOUT_S = 3600.0
@@ -78,7 +79,7 @@ class Calls:
         memory_mib: int | None,
         output: OutputLimits | None = None,
         native: bool = False,
-    ) -> JsonObject:
+    ) -> WorkerFrame:
         """Return a call's message to a worker. Raises what `Pool.run` raises.
 
         Args:
@@ -99,27 +100,30 @@ class Calls:
                 raise ValueError(f"memory_mib must be between 1 and the pool's {limit}")
         if not self.is_open:
             raise RuntimeError(NOT_OPEN)
-        more: JsonObject = {} if memory_mib is None else {"memory_mib": memory_mib}
+        message: WorkerFrame = {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
+        if memory_mib is not None:
+            message["memory_mib"] = memory_mib
         if output is not None:
-            more |= output.as_dict()
+            message["max_output_bytes"] = output.max_bytes
+            message["keep_output_bytes"] = output.keep_bytes
         if native:
-            more["native"] = True
-        return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
+            message["native"] = True
+        return message
 
-    async def run(self, message: JsonObject) -> CallResult:
+    async def run(self, message: WorkerFrame) -> CallResult:
         """Run a program on any worker, again if the first fails."""
         result = self._refuse(message, None) or await self._run(message)
         self.counts[result.status] += 1
         return result
 
-    async def run_cell(self, message: JsonObject, worker: PoolWorker) -> CallResult | None:
+    async def run_cell(self, message: WorkerFrame, worker: PoolWorker) -> CallResult | None:
         """Run a session's cell on its worker; return None if its process is lost."""
         result = self._refuse(message, worker) or await self._run_cell(message, worker)
         if result is not None:
             self.counts[result.status] += 1
         return result
 
-    async def ends_workers(self, cells: Sequence[JsonObject], used: Sequence[PoolWorker]) -> bool:
+    async def ends_workers(self, cells: Sequence[WorkerFrame], used: Sequence[PoolWorker]) -> bool:
         """Run the cells of a lost session in another one; return whether its worker is lost, too.
 
         Args:
@@ -131,7 +135,7 @@ class Calls:
                 return not used[-1].alive and await self._is_to_blame(used)
         return False
 
-    def _refuse(self, message: JsonObject, only: PoolWorker | None) -> CallResult | None:
+    def _refuse(self, message: WorkerFrame, only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
         size = input_bytes(message)
         if size > MAX_CODE_BYTES:
@@ -151,7 +155,7 @@ class Calls:
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, reason)
         return None
 
-    async def _run(self, message: JsonObject) -> CallResult:
+    async def _run(self, message: WorkerFrame) -> CallResult:
         queue_s = 0.0
         reason = ""
         used: list[PoolWorker] = []
@@ -172,11 +176,11 @@ class Calls:
                 reason = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
         if await self._is_to_blame(used):
             error = CallError("WorkerLost", f"{reason}; nothing else ran there")
-            ended = {"signal": signal.SIGKILL, "error": error, **where}
-            return CallResult(message["id"], CallStatus.KILLED, **ended)
+            killed = CallStatus.KILLED
+            return CallResult(message["id"], killed, signal=signal.SIGKILL, error=error, **where)
         return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, reason, **where)
 
-    async def _run_cell(self, message: JsonObject, worker: PoolWorker) -> CallResult | None:
+    async def _run_cell(self, message: WorkerFrame, worker: PoolWorker) -> CallResult | None:
         entered = time.monotonic()
         slot = await self._slot(Need.CELL, worker, self.settings.max_wait_s)
         queue_s = time.monotonic() - entered
@@ -228,7 +232,7 @@ class Calls:
                 self.queue.leave(waiter)
         return waiter.worker
 
-    async def _answer(self, worker: PoolWorker, message: JsonObject) -> JsonObject | None:
+    async def _answer(self, worker: PoolWorker, message: WorkerFrame) -> WorkerReply | None:
         """Send the call and wait for its reply; return None if the worker is lost.
 
         The message gets a new `id`. The slot is freed when the worker has replied, even if the
@@ -270,31 +274,31 @@ class Calls:
             worker.link.lose("it stopped responding")
 
 
-def input_bytes(message: JsonObject) -> int:
+def input_bytes(message: WorkerFrame) -> int:
     """Return the size of a call's code and standard input together, in UTF-8."""
     texts = (message["code"], message["stdin"])
     return sum(len(t) if t.isascii() else len(t.encode("utf-8", "surrogatepass")) for t in texts)
 
 
-def memory_of(message: JsonObject, settings: PoolSettings) -> int:
+def memory_of(message: WorkerFrame, settings: PoolSettings) -> int:
     """Return the bytes of memory that a worker may hold for a call, in all of its processes.
 
     What the call itself may hold is no less than its directory, whose files stay when all of its
     processes have been killed: the worker's server must be able to go on. Beside that, the server
     holds copies of large input and output. That is rounded, so that limits change seldom.
     """
-    memory_mib: int = message.get("memory_mib", settings.memory_mib)
+    memory_mib = message.get("memory_mib", settings.memory_mib)
     call_bytes = max(memory_mib, directory_mib(settings)) << 20
-    kept_bytes: int = message.get("keep_output_bytes", 0)
+    kept_bytes = message.get("keep_output_bytes", 0)
     held_bytes = INPUT_COPIES * input_bytes(message) + OUTPUT_COPIES * kept_bytes
     return call_bytes + (held_bytes + SPARE_BYTES * 3 // 4) // SPARE_BYTES * SPARE_BYTES
 
 
-def _where(worker: PoolWorker, queue_s: float, attempt: int) -> JsonObject:
+def _where(worker: PoolWorker, queue_s: float, attempt: int) -> Where:
     return {"queue_s": queue_s, "worker_id": worker.link.worker_id, "attempt": attempt}
 
 
-def _failed_to_start(reply: JsonObject) -> bool:
+def _failed_to_start(reply: WorkerReply) -> bool:
     """Return whether the worker failed before the program started, such as in a fork.
 
     A host has repeated the call itself, and reports its `attempt`.

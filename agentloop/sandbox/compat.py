@@ -13,14 +13,15 @@ program's whole output in memory; here it is bounded (MAX_OUTPUT_BYTES).
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
 from agentloop.sandbox.api import MAX_BATCH, from_integral
 from agentloop.sandbox.languages import COMPILE_ERROR, Language
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.pool import ProgramArguments
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
@@ -54,6 +55,19 @@ class BatchSubmission(pydantic.BaseModel, strict=True):
     ]
 
 
+@dataclass(frozen=True)
+class SubmissionResult:
+    """Exactly the fields of Code Judge's SubmissionResult."""
+
+    sub_id: str
+    success: bool = False
+    run_success: bool = False
+    cost: float = 0.0
+    reason: str = ""
+    stdout: str = ""
+    stderr: str = ""
+
+
 _REASONS = {
     CallStatus.TIMEOUT: "worker_timeout",
     CallStatus.OVERLOADED: "queue_timeout",
@@ -67,7 +81,7 @@ def language_of(submission: Submission) -> Language | None:
     return None if submission.type == "math" else submission.type
 
 
-def refused_submission(submission: Submission, lacks: str) -> JsonObject | None:
+def refused_submission(submission: Submission, lacks: str) -> SubmissionResult | None:
     """Return the response to a submission that cannot be run here, or None.
 
     Args:
@@ -83,27 +97,31 @@ def refused_submission(submission: Submission, lacks: str) -> JsonObject | None:
         reason = f"expected_output has more than {MAX_KEPT_BYTES} bytes"
     else:
         return None
-    return _submission_result(submission, reason="invalid_input", stderr=reason)
+    sub_id = submission.sub_id or new_id()
+    return SubmissionResult(sub_id, reason="invalid_input", stderr=reason)
 
 
-def submitted_call(submission: Submission, timeout_s: float) -> JsonObject:
+def submitted_call(submission: Submission, timeout_s: float) -> ProgramArguments:
     """Return the arguments of the call, which keeps as much output as the comparison needs."""
     keep_bytes = min(KEEP_BYTES + _size(submission.expected_output), MAX_KEPT_BYTES)
     return {
         "code": submission.solution,
         "stdin": submission.input or "",
         "timeout_s": timeout_s,
-        "language": language_of(submission),
+        "memory_mib": None,
+        "language": language_of(submission) or "python",
         "output": OutputLimits(MAX_OUTPUT_BYTES, keep_bytes),
     }
 
 
-def submission_result(submission: Submission, result: CallResult, num_chars: int) -> JsonObject:
+def submission_result(
+    submission: Submission, result: CallResult, num_chars: int
+) -> SubmissionResult:
     """Convert a result to Code Judge's format, with the first `num_chars` of each stream."""
     expected = submission.expected_output
     timeout_line = TIMEOUT_LINE if result.status is CallStatus.TIMEOUT else ""
-    return _submission_result(
-        submission,
+    return SubmissionResult(
+        submission.sub_id or new_id(),
         reason=_REASONS.get(result.status, ""),
         success=result.ok and (expected is None or result.stdout.strip() == expected.strip()),
         run_success=result.ok,
@@ -111,20 +129,6 @@ def submission_result(submission: Submission, result: CallResult, num_chars: int
         stdout=(result.stdout + timeout_line)[:num_chars],
         stderr=_stderr(result)[:num_chars],
     )
-
-
-def _submission_result(submission: Submission, **fields: Any) -> JsonObject:
-    """Return exactly the fields of Code Judge's SubmissionResult."""
-    return {
-        "sub_id": submission.sub_id or new_id(),
-        "success": False,
-        "run_success": False,
-        "cost": 0.0,
-        "reason": "",
-        "stdout": "",
-        "stderr": "",
-        **fields,
-    }
 
 
 def _size(text: str | None) -> int:
@@ -153,7 +157,7 @@ FUSION_LANGUAGES: dict[str, Language] = {
 }
 
 
-def refused_code(request: RunCodeRequest, lacks: str) -> JsonObject | None:
+def refused_code(request: RunCodeRequest, lacks: str) -> dict[str, object] | None:
     """Return the response to a request that cannot be run here, or None; see above."""
     if request.language not in FUSION_LANGUAGES:
         supported = ", ".join(FUSION_LANGUAGES)
@@ -176,7 +180,7 @@ RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
 MAX_RUN_CODE_BYTES = 2 * 6 * MAX_KEPT_BYTES  # of both streams, if each byte becomes \uXXXX
 
 
-def run_code_answer(result: CallResult, language: Language | None) -> JsonObject:
+def run_code_answer(result: CallResult, language: Language | None) -> dict[str, object]:
     """Convert a result to SandboxFusion's format.
 
     Truncated output is an error, since clients compare the output.
@@ -188,7 +192,7 @@ def run_code_answer(result: CallResult, language: Language | None) -> JsonObject
         return _fusion("SandboxError", reason, None)
     timed_out = result.status is CallStatus.TIMEOUT
     code = result.exit_code if result.exit_code is not None else -(result.signal or 1)
-    run = {
+    run: dict[str, object] = {
         "status": "TimeLimitExceeded" if timed_out else "Finished",
         "execution_time": result.run_s,
         "return_code": None if timed_out else code,
@@ -201,8 +205,11 @@ def run_code_answer(result: CallResult, language: Language | None) -> JsonObject
 
 
 def _fusion(
-    status: str, message: str, run: JsonObject | None, compiled: JsonObject | None = None
-) -> JsonObject:
+    status: str,
+    message: str,
+    run: dict[str, object] | None,
+    compiled: dict[str, object] | None = None,
+) -> dict[str, object]:
     return {
         "status": status,
         "message": message,

@@ -319,7 +319,7 @@ def start(spec: dict[str, Any]) -> None:
         wait_for(pid, owned)
     os.close(owned)
     layers = dict(LAYERS)
-    settings: dict[str, Any] = {"counters": spec["counters"], "layers": layers}  # of the worker
+    settings: dict[str, object] = {"counters": spec["counters"], "layers": layers}  # of the worker
     if spaces == "root":
         settings |= confine_root(spec)
     elif spaces == "user":
@@ -354,7 +354,7 @@ def start(spec: dict[str, Any]) -> None:
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def confine_root(spec: dict[str, Any]) -> dict[str, Any]:
+def confine_root(spec: dict[str, Any]) -> dict[str, object]:
     """Enter the worker's root as root; return the worker's settings."""
     build_root(spec["scratch"], "hidepid=2,subset=pid")
     # It is root's, so that no call can close it to the next.
@@ -364,10 +364,10 @@ def confine_root(spec: dict[str, Any]) -> dict[str, Any]:
     return {"home": HOME, "own_proc": True, "kill_by": "uid"}
 
 
-def confine_user(spec: dict[str, Any], layers: dict[str, str]) -> dict[str, Any]:
+def confine_user(spec: dict[str, Any], layers: dict[str, str]) -> dict[str, object]:
     """Enter the worker's root as an ordinary user, as far as this machine allows; return the
     worker's settings."""
-    settings: dict[str, Any] = {"kill_by": "pidns"}
+    settings: dict[str, object] = {"kill_by": "pidns"}
     view = f"{spec['directory_size']},mode=0700"
     is_rooted = False
     try:

@@ -22,16 +22,17 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict, cast
 
 import aiodocker
 import aiohttp
 import anyio
 from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
+from aiodocker.types import JSONObject
 
 from agentloop.sandbox.backend import (
     REMAPPED_UIDS,
@@ -46,11 +47,10 @@ from agentloop.sandbox.backend import (
     start_bytes,
 )
 from agentloop.sandbox.engine import connect, is_local, local_engine, what_it_said
-from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.errors import ProgramUnsupported, SandboxUnavailable
 from agentloop.sandbox.image import ensure_image
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
-from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.owner import boot_id, is_dead, own_tag, reap_dirs, removed_at_end
 from agentloop.sandbox.settings import PoolSettings
 from agentloop.sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
@@ -81,21 +81,46 @@ LAYERS = {
     "processor time": "one processor per container",
 }
 
-LIMITS = {"memory": "MemoryLimit", "process count": "PidsLimit", "processor time": "CpuCfsQuota"}
+Limit = Literal["MemoryLimit", "PidsLimit", "CpuCfsQuota"]
+LIMITS: Mapping[str, Limit] = {
+    "memory": "MemoryLimit",
+    "process count": "PidsLimit",
+    "processor time": "CpuCfsQuota",
+}
 """Layers that an engine may lack, and what it calls them."""
 
 
-def walls(settings: PoolSettings, memory: int, processes: int) -> JsonObject:
+class ImageConfig(TypedDict, total=False):
+    """The fields of an image's configuration that we read."""
+
+    User: str
+    WorkingDir: str
+
+
+class EngineInfo(TypedDict, total=False):
+    """The fields of an engine's description of itself that we read."""
+
+    SecurityOptions: list[str] | None
+    DockerRootDir: str
+    DriverStatus: list[list[str]] | None
+    DefaultRuntime: str
+    MemoryLimit: bool
+    PidsLimit: bool
+    CpuCfsQuota: bool
+
+
+def walls(settings: PoolSettings, memory: int, processes: int, *security: str) -> JSONObject:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
         memory: limit in bytes, of all processes together.
         processes: limit of processes and threads.
+        security: further options of security, such as a filter of system calls.
     """
     return {
         **({"Runtime": settings.runtime} if settings.runtime else {}),
         "CapDrop": ["ALL"],
-        "SecurityOpt": ["no-new-privileges"],
+        "SecurityOpt": ["no-new-privileges", *security],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
         "PidsLimit": processes,
@@ -112,43 +137,43 @@ def walls(settings: PoolSettings, memory: int, processes: int) -> JsonObject:
 
 def host_config(
     settings: PoolSettings, socket_dir: Path | None, uid: int, caps: tuple[str, ...] = ()
-) -> JsonObject:
+) -> JSONObject:
     """Return the walls of a worker.
 
     Args:
         uid: the user of its calls.
         caps: capabilities beside those that a worker can't do without.
     """
-    mounts = [
-        {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
-    ]  # fmt: skip
-    common = walls(settings, start_bytes(settings), max_processes(settings))
-    return common | {
+    limits = start_bytes(settings), max_processes(settings)
+    return {
+        **walls(settings, *limits, f"seccomp={read_profile()}"),
         # Its zygotes raise theirs. A call that uses up its memory ends neither, as a rule; and what
         # it does end, the server lives to tell.
         **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
-        "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
         "IpcMode": "none",
         "Tmpfs": {
             # The container's root owns it, so that no call can close it to the next.
             SCRATCH: f"{directory_size(settings)},uid=0,gid={uid},mode=0770",
             "/dev/pts": "ro,size=4k,mode=0755",  # no terminals
         },
-        "Mounts": mounts if socket_dir else [],
+        "Mounts": [mount(socket_dir, INSIDE)] if socket_dir else [],
     }
+
+
+def mount(source: Path, target: str) -> JSONObject:
+    """Return a read-only mount of a file or folder of this machine."""
+    return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 
 class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(
-        self, docker: aiodocker.Docker, local: bool, image: str, info: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, docker: aiodocker.Docker, local: bool, image: str, info: EngineInfo) -> None:
         self.docker = docker
         self.local = local
         self.image = image
-        options = info["SecurityOptions"] or []
+        options = info.get("SecurityOptions") or []
         # Its uids are few, and not the host's.
         self.remapped = any("userns" in option or "rootless" in option for option in options)
         self.root = str(info.get("DockerRootDir") or "/")
@@ -245,29 +270,24 @@ class DockerBackend:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
         protocol = SocketProtocol(link, self._greeting(uid))
-        outer = make_dir()  # 0700: keeps everybody on the host out
-        try:
+        with ExitStack() as stack:
+            outer = stack.enter_context(removed_at_end())  # 0700: keeps everybody on the host out
+            stack.callback(link.lose, "the pool closed it")
+            stack.callback(protocol.close)
             inner = outer / "socket"
             inner.mkdir(mode=0o755)
             path = inner / "worker"
             server = await loop.create_unix_server(lambda: protocol, str(path))
-            try:
-                os.chmod(path, 0o777)  # the container's root has no capability to override modes
-                connect_to = f"unix:{INSIDE}/worker"
-                async with self._container(engine, link, uid, connect_to, inner) as container:
-                    # no deadline: each start has one
-                    async with engine.starting:
-                        await container.start()
-                        await self._come_up(container, link)
-                    server.close()
-                    shutil.rmtree(outer)
-                    yield link
-            finally:
+            stack.callback(server.close)
+            os.chmod(path, 0o777)  # the container's root has no capability to override modes
+            connect_to = f"unix:{INSIDE}/worker"
+            async with self._container(engine, link, uid, connect_to, inner) as container:
+                async with engine.starting:  # no deadline: each start has one
+                    await container.start()
+                    await self._come_up(container, link)
                 server.close()
-        finally:
-            protocol.close()
-            link.lose("the pool closed it")
-            shutil.rmtree(outer, ignore_errors=True)
+                shutil.rmtree(outer)
+                yield link
 
     async def _come_up(self, container: DockerContainer, link: Link) -> None:
         """Until the worker is ready. A container may end before it has connected at all."""
@@ -361,9 +381,23 @@ class DockerBackend:
             yield container
 
 
+async def inspect_image(docker: aiodocker.Docker, image: str) -> ImageConfig:
+    """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
+    try:
+        with anyio.fail_after(CREATE_TIMEOUT_S):
+            config: ImageConfig | None = (await docker.images.inspect(image))["Config"]
+            return config or {}
+    except aiodocker.DockerError as error:
+        if error.status != 404:
+            raise
+        raise ProgramUnsupported(
+            f"the engine has no image {image!r}: build or pull it first"
+        ) from error
+
+
 @asynccontextmanager
 async def create_container(
-    engine: ContainerEngine, config: Mapping[str, Any], id: str, kind: str
+    engine: ContainerEngine, config: JSONObject, id: str, kind: str
 ) -> AsyncIterator[DockerContainer]:
     """Create a container, labelled with its owner, and remove it at the end.
 
@@ -372,7 +406,9 @@ async def create_container(
         kind: part of its name: `agentloop-KIND-ID`.
     """
     if "processor time" in engine.missing_limits:  # it would refuse, not only warn
-        host = {key: value for key, value in config["HostConfig"].items() if key != "NanoCpus"}
+        host = config["HostConfig"]
+        assert isinstance(host, Mapping)
+        host = {key: value for key, value in host.items() if key != "NanoCpus"}
         config = {**config, "HostConfig": host}
     labels = {LABEL: id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()}
     name = f"agentloop-{kind}-{id}"
@@ -470,19 +506,6 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
     return num
 
 
-async def _prepare_engine(
-    docker: aiodocker.Docker,
-    url: str,
-    settings: PoolSettings,
-    on_progress: Callable[[str], None],
-) -> ContainerEngine:
-    """An engine on which nothing of dead owners is left, and which has the image."""
-    if num := await reap_containers(docker, is_local(url)):
-        on_progress(f"Removed {num} containers left by a killed process.")
-    image = await ensure_image(docker, settings.image, on_progress, settings.packages)
-    return ContainerEngine(docker, is_local(url), image, await docker.system.info())
-
-
 @asynccontextmanager
 async def docker_backend(
     settings: PoolSettings, on_progress: Callable[[str], None]
@@ -505,14 +528,17 @@ async def docker_backend(
                 )
             )
             try:
-                engine = await _prepare_engine(docker, url, settings, on_progress)
+                if num := await reap_containers(docker, is_local(url)):
+                    on_progress(f"Removed {num} containers left by a killed process.")
+                image = await ensure_image(docker, settings.image, on_progress, settings.packages)
+                info = cast(EngineInfo, await docker.system.info())
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 where = url or local_engine()
                 reason = what_it_said(error) or "no answer in time"
                 raise SandboxUnavailable(
                     f"the Docker Engine at {where} failed: {reason}"
                 ) from error
-            engines.append(engine)
+            engines.append(ContainerEngine(docker, is_local(url), image, info))
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

@@ -10,7 +10,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiodocker
 import aiohttp
@@ -174,7 +173,7 @@ def _tls(certs: str) -> ssl.SSLContext:
     return context
 
 
-def _watchful_socket(address: Any) -> socket.socket:
+def _watchful_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Create a socket that detects a vanished peer within half a minute, idle or not."""
     family, kind, protocol, _, _ = address
     watched = socket.socket(family, kind, protocol)

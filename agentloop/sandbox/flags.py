@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from argparse import ArgumentParser
 
 import pydantic
 from pydantic_settings import BaseSettings, CliSettingsSource
@@ -22,12 +22,12 @@ WORDS = {
 }
 
 
-def flags_of(settings: type[BaseSettings]) -> CliSettingsSource[Any]:
+def flags_of(settings: type[BaseSettings]) -> CliSettingsSource[ArgumentParser]:
     """Return the flags of a settings class.
 
     Call the result with the arguments, and pass that to the class as `_cli_settings_source`.
     """
-    source = CliSettingsSource[Any](settings)
+    source = CliSettingsSource[ArgumentParser](settings)
     source.root_parser.usage = "%(prog)s [--SETTING VALUE | SETTING=VALUE ...]"
     for action in source.root_parser._actions:
         if isinstance(action.metavar, str):

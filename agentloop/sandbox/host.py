@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import reprlib
 from collections.abc import Callable
-from typing import Any
 
 import aiohttp
 import anyio
@@ -16,7 +15,7 @@ from aiohttp import web
 from agentloop.sandbox.api import LinkRequest, check, has_more_values, max_values
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
 from agentloop.sandbox.pool import Pool
-from agentloop.sandbox.protocol import FrameReader, JsonObject, encode
+from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.remote import Outbox
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.sessions import Sessions
@@ -53,7 +52,7 @@ class LinkedClient:
         self._num_held = 0  # bytes held for open calls
         self._reader = _Frames()
         self._outbox = Outbox()
-        self._calls: dict[int, tuple[Any, anyio.CancelScope]] = {}  # with their sessions
+        self._calls: dict[int, tuple[object, anyio.CancelScope]] = {}  # with their sessions
         # Admit twice as many calls as there are slots, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
@@ -133,7 +132,7 @@ class LinkedClient:
             case _:
                 raise ProtocolError(f"unknown frame: {reprlib.repr(frame)}")
 
-    async def _call(self, call_id: int, frame: JsonObject, scope: anyio.CancelScope) -> None:
+    async def _call(self, call_id: int, frame: dict[str, object], scope: anyio.CancelScope) -> None:
         size = sum(len(text) for text in frame.values() if isinstance(text, str))
         self._num_held += size
         try:
@@ -154,9 +153,9 @@ class LinkedClient:
             self._count()
 
     async def _run(self, request: LinkRequest) -> CallResult:
-        call = request.model_dump(include={"code", "stdin", "timeout_s", "memory_mib"})
+        call = request.arguments()
         if request.native:
-            return await self._pool.run_native(**call, output=request.output)
+            return await self._pool.run_native(call, request.output)
         if request.session is None:
             return await self._pool.run(**call, output=request.output)
         if request.opens and request.session not in self._sessions:
@@ -168,7 +167,7 @@ class LinkedClient:
     def _send(self, **frame: object) -> None:
         self._outbox.put(encode(frame))
 
-    def _report_loss(self, session: int, by: LostBy, **more: int) -> None:
+    def _report_loss(self, session: object, by: LostBy, **more: int) -> None:
         self._send(op="session_lost", session=session, by=by, **more)
 
     def _report_failure(self, call_id: int, status: CallStatus, reason: str) -> None:

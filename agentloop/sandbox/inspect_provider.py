@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -181,7 +180,7 @@ class ComputerSandbox(SandboxEnvironment):  # type: ignore[misc, unused-ignore]
         with _errors_of_inspect():
             await self._box.write(file, data)  # no deadline: each chunk has one
 
-    async def read_file(self, file: str, text: bool = True) -> Any:
+    async def read_file(self, file: str, text: bool = True) -> str | bytes:
         """Return a file's text or bytes. Raises OSError, OutputLimitExceededError."""
         limit = SandboxEnvironmentLimits.MAX_READ_FILE_SIZE
         with _errors_of_inspect():
@@ -203,8 +202,8 @@ class ComputerSandbox(SandboxEnvironment):  # type: ignore[misc, unused-ignore]
         return ["Dockerfile"]
 
     @classmethod
-    def config_deserialize(cls, config: dict[str, Any]) -> pydantic.BaseModel:
-        return ComputerConfig(**config)
+    def config_deserialize(cls, config: dict[str, object]) -> pydantic.BaseModel:
+        return ComputerConfig.model_validate(config)
 
     @classmethod
     async def task_init(cls, task_name: str, config: pydantic.BaseModel | str | None) -> None:

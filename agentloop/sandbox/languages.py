@@ -119,5 +119,7 @@ def checked(result: CallResult) -> CallResult:
     if result.error is None or result.error.line is None:
         return result
     reason = f"the program was not begun: {result.error.type}: {result.error.message}"
-    where = {"queue_s": result.queue_s, "worker_id": result.worker_id, "attempt": result.attempt}
-    return CallResult.failed(result.id, CallStatus.SANDBOX_ERROR, reason, **where)
+    failed = CallResult.failed(result.id, CallStatus.SANDBOX_ERROR, reason)
+    return replace(
+        failed, queue_s=result.queue_s, worker_id=result.worker_id, attempt=result.attempt
+    )

@@ -16,7 +16,8 @@ from typing import cast
 import anyio
 
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
-from agentloop.sandbox.protocol import FrameReader, JsonObject, encode
+from agentloop.sandbox.protocol import FrameReader, WorkerReply, encode
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 SPARE_BYTES = 16 << 20  # of a worker's limit: page tables and the like, beside a call's own memory
 BEAT_S = 5.0
@@ -31,7 +32,7 @@ class Pending:
     """A call in progress on a worker. `reply` stays None if the worker is lost."""
 
     done: anyio.Event = field(default_factory=anyio.Event)
-    reply: JsonObject | None = None
+    reply: WorkerReply | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +50,7 @@ class Link:
         self.worker_id = worker_id
         self.ready_or_lost = anyio.Event()
         self.lost = anyio.Event()
-        self.hello: JsonObject = {}
+        self.hello: WorkerReply = {}
         self.why = ""  # the reason for its loss, if known
         self.pending: dict[int, Pending] = {}
         self.sessions: dict[int, OpenSession] = {}
@@ -62,7 +63,7 @@ class Link:
         self._reader = FrameReader()
         self._heard = False
 
-    def submit(self, message: JsonObject) -> Pending:
+    def submit(self, message: WorkerFrame) -> Pending:
         """Send a call; its reply arrives in the Pending.
 
         Raises:
@@ -102,7 +103,7 @@ class Link:
         else:
             self._memory_bytes = num_bytes
 
-    def tell(self, message: JsonObject) -> None:
+    def tell(self, message: WorkerFrame) -> None:
         if not self.lost.is_set():
             self.write(encode(message))
 
@@ -137,7 +138,7 @@ class Link:
         self._heard = True
         try:
             for message in self._reader.feed(data):
-                self._on_message(message)
+                self._on_message(cast(WorkerReply, message))
         except ProtocolError as error:
             self.lose(str(error))
 
@@ -151,7 +152,7 @@ class Link:
         for call_id in list(self.pending):
             self._settle(call_id, None)
 
-    def _on_message(self, message: JsonObject) -> None:
+    def _on_message(self, message: WorkerReply) -> None:
         match message.get("op"):
             case "done":
                 self._settle(message["id"], message)
@@ -169,14 +170,14 @@ class Link:
             case unknown:
                 raise ProtocolError(f"unknown message {unknown!r}")
 
-    def _on_session_lost(self, message: JsonObject) -> None:
+    def _on_session_lost(self, message: WorkerReply) -> None:
         session = self.sessions.get(message["session"])
         if session is not None and session.lost_by is None:  # keep the first cause
             session.lost_by = LostBy(message.get("by", LostBy.INFRASTRUCTURE))
         if "id" in message:  # of a cell that was not run
             self._settle(message["id"], None)
 
-    def _settle(self, call_id: int, reply: dict[str, object] | None) -> None:
+    def _settle(self, call_id: int, reply: WorkerReply | None) -> None:
         pending = self.pending.pop(call_id, None)
         if pending is not None:
             pending.reply = reply

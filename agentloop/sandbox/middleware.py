@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import Transport
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import anyio
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse
 from agentloop.sandbox.connections import Connections
@@ -33,7 +34,10 @@ class RequestLimits:
     """The middlewares of the service, and the reading of bodies."""
 
     def __init__(
-        self, settings: SandboxServeSettings, max_connections: int, connections: Connections
+        self,
+        settings: SandboxServeSettings,
+        max_connections: int,
+        connections: Connections[Transport],
     ) -> None:
         self._connections = connections
         self._io_timeout_s = settings.io_timeout_s
@@ -41,32 +45,15 @@ class RequestLimits:
         # A service at its limits must still accept requests in order to answer them with 503.
         self._max_requests = min(settings.max_requests, max_connections // 2)
         self._max_links = min(settings.max_links, max_connections // 4)
-        self._max_waiting = min(settings.max_waiting_sessions, max_connections // 8)
         token = settings.token.get_secret_value() if settings.token else None
         self.guard = Guard(settings.host, token, settings.allowed_hosts)
         self.num_requests = 0
         self.num_links = 0
-        self._num_waiting = 0  # requests that wait for a session, not counted as open requests
         self.held = HeldBytes(max(settings.max_held_mib, settings.max_body_mib) * MIB)
 
     @property
-    def middlewares(self) -> list[Any]:
+    def middlewares(self) -> list[Middleware]:
         return [self._errors, self._guard, self._bound]
-
-    @property
-    def may_wait_for_session(self) -> bool:
-        return self._num_waiting < self._max_waiting
-
-    @contextmanager
-    def waiting_for_session(self) -> Iterator[None]:
-        """Count a request that may wait for long separately from those that run calls."""
-        self._num_waiting += 1
-        self.num_requests -= 1
-        try:
-            yield
-        finally:
-            self.num_requests += 1
-            self._num_waiting -= 1
 
     @contextmanager
     def link(self, request: web.Request) -> Iterator[None]:
@@ -191,7 +178,7 @@ class RequestLimits:
         return response
 
 
-def json_response(body: Any, status: int = 200) -> web.Response:
+def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 

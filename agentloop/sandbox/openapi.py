@@ -18,9 +18,8 @@ from typing import Any, Literal
 
 import pydantic
 from aiohttp import web
-from pydantic.json_schema import GenerateJsonSchema
-
-from agentloop.sandbox.protocol import JsonObject
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
@@ -85,11 +84,11 @@ def add_routes(router: web.UrlDispatcher, routes: Iterable[Route], service: obje
 def document(
     routes: Sequence[Route],
     *,
-    info: JsonObject,
+    info: Mapping[str, str],
     needs_token: Callable[[str], bool],
     refusals: Responses,
-    headers: JsonObject | None = None,
-) -> JsonObject:
+    headers: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
     """Return the OpenAPI document as plain data.
 
     Args:
@@ -99,8 +98,8 @@ def document(
         headers: Header objects of all responses.
     """
     schemas, definitions = _schemas(routes, refusals)
-    paths: JsonObject = {}
-    components: JsonObject = {"schemas": definitions}
+    paths: dict[str, dict[str, object]] = {}
+    components: dict[str, object] = {"schemas": definitions}
     for route in routes:
         if not route.responses:
             continue
@@ -117,9 +116,9 @@ def document(
 
 
 def _operation(
-    route: Route, responses: Responses, schemas: _Schemas, headers: JsonObject | None
-) -> JsonObject:
-    operation: JsonObject = {
+    route: Route, responses: Responses, schemas: _Schemas, headers: Mapping[str, object] | None
+) -> dict[str, object]:
+    operation: dict[str, object] = {
         "operationId": route.id,
         "summary": route.summary,
         "responses": {
@@ -146,8 +145,8 @@ def _operation(
     return operation
 
 
-def _response(response: Response, schemas: _Schemas) -> JsonObject:
-    content: JsonObject = {}
+def _response(response: Response, schemas: _Schemas) -> dict[str, object]:
+    content: dict[str, object] = {}
     for media_type, type_ in response.content.items():
         schema = schemas[type_, "serialization"]
         if media_type == JSON_LINES:
@@ -158,18 +157,19 @@ def _response(response: Response, schemas: _Schemas) -> JsonObject:
     return {"description": response.description} | ({"content": content} if content else {})
 
 
-def _event(schema: JsonObject, last: str | None) -> JsonObject:
-    data: JsonObject = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+def _event(schema: JsonSchemaValue, last: str | None) -> JsonSchemaValue:
+    data: JsonSchemaValue = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
     if last is not None:
         data = {"anyOf": [data, {"const": last}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 _Mode = Literal["validation", "serialization"]
-_Schemas = dict[tuple[Any, _Mode], JsonObject]
+_Field = core_schema.ModelField | core_schema.DataclassField | core_schema.TypedDictField
+_Schemas = dict[tuple[Any, _Mode], JsonSchemaValue]
 
 
-def _schemas(routes: Sequence[Route], refusals: Responses) -> tuple[_Schemas, JsonObject]:
+def _schemas(routes: Sequence[Route], refusals: Responses) -> tuple[_Schemas, JsonSchemaValue]:
     """Return the JSON schemas of all types of the routes, and the named ones that they refer to."""
     types: list[tuple[Any, _Mode]] = []
     types += [(route.request, "validation") for route in routes if route.request is not None]
@@ -187,15 +187,15 @@ def _schemas(routes: Sequence[Route], refusals: Responses) -> tuple[_Schemas, Js
 class _Generator(GenerateJsonSchema):
     """Omits titles that repeat field names, and requires all fields of sent dataclasses."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
-    def field_is_required(self, field: Any, total: bool) -> bool:
+    def field_is_required(self, field: _Field, total: bool) -> bool:
         if self.mode == "serialization" and field["type"] == "dataclass-field":
             return True
         return super().field_is_required(field, total)
 
-    def default_schema(self, schema: Any) -> JsonObject:
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         if self.mode == "serialization":
             return self.generate_inner(schema["schema"])
         return super().default_schema(schema)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,6 +50,15 @@ def _is_foreign(tag: str) -> bool:
     """Return whether the tagged process is of another pid namespace, such as of a container that
     was started anew."""
     return int(tag.rpartition("-")[2]) != os.stat("/proc/self/ns/pid").st_ino
+
+
+_token = secrets.token_hex(3)
+_numbers = itertools.count()
+
+
+def unique_id() -> str:
+    """Return an id for a container that no other has, of any process that uses its engine."""
+    return f"{os.getpid()}-{_token}-{next(_numbers)}"
 
 
 def make_dir(suffix: str = "") -> Path:

@@ -12,16 +12,14 @@ keeps memory, and starts the next, so the pool never shrinks for good. Callers w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import anyio
 from anyio.abc import TaskGroup
@@ -53,12 +51,12 @@ from agentloop.sandbox.languages import (
     second_call,
 )
 from agentloop.sandbox.link import next_id
-from agentloop.sandbox.owner import make_dir, remove_tree
+from agentloop.sandbox.owner import make_dir, remove_tree, unique_id
 from agentloop.sandbox.process import process_backend
-from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
+from agentloop.sandbox.program import Program, ProgramEnd, run_in_computer
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
-from agentloop.sandbox.session import Session
+from agentloop.sandbox.session import CellArguments, Session
 from agentloop.sandbox.settings import OutputLimits, PoolSettings
 from agentloop.sandbox.slots import Need, PoolWorker
 
@@ -68,9 +66,28 @@ BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 SURPLUS_S = 60.0  # time after which a worker that is not wanted any more is closed
 QUIET_S = 30.0  # failures to start workers are logged at most this often
 
-# Worker ids must be unique among all pools of all processes that use an engine.
-_token = secrets.token_hex(3)
-_numbers = itertools.count()
+
+class ProgramArguments(CellArguments):
+    """The arguments of `Pool.run`, except those of a compiler."""
+
+    language: Language
+    output: OutputLimits | None
+
+
+class PoolStats(TypedDict):
+    """The state of a pool as plain data."""
+
+    backend: str
+    workers: int
+    slots: int
+    busy: int
+    waiting: int
+    sessions: int
+    sessions_waiting: int
+    computers: int
+    lost: int
+    calls: dict[str, int]
+    layers: dict[str, str]
 
 
 class Pool:
@@ -221,7 +238,7 @@ class Pool:
 
     async def _live(self, fleet: _Fleet) -> None:
         """Run one worker from start to end."""
-        worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
+        worker_id = unique_id()
         worker: PoolWorker | None = None
         try:
             async with fleet.backend.worker(worker_id) as link:
@@ -323,9 +340,9 @@ class Pool:
             message["code"] = program
         return checked(await self._calls.run(message))
 
-    async def run_native(self, code: str, stdin: str, **limits: Any) -> CallResult:
+    async def run_native(self, call: CellArguments, output: OutputLimits | None) -> CallResult:
         """Run Python that becomes another program, for a pool elsewhere (host.py)."""
-        return await self._calls.run(self._calls.message(code, stdin, native=True, **limits))
+        return await self._calls.run(self._calls.message(**call, output=output, native=True))
 
     async def check_language(self, language: Language) -> None:
         """Return if calls can be in a language, or that can't be found out now.
@@ -393,8 +410,7 @@ class Pool:
             SandboxUnavailable: the engine failed.
             RuntimeError: the pool is not open.
         """
-        engine = self._container_engine("a program")
-        return await run_in_container(engine, self.settings, program, timeout_s)
+        return await run_in_computer(await self.open_fleet(), self.settings, program, timeout_s)
 
     @asynccontextmanager
     async def computer(
@@ -462,7 +478,7 @@ class Pool:
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
         await fleet.keep_warm(spec, num)
 
-    async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
+    async def build_image(self, folder: Path) -> str:
         """Build an image from a folder with a Dockerfile, if it has not been built yet.
 
         Further hosts build it when they get a computer of it.
@@ -474,11 +490,11 @@ class Pool:
             SandboxUnavailable: a step of it failed, or the engine did.
             OSError: the folder cannot be read.
         """
-        return await self._places.build_image(folder, timeout_s)
+        return await self._places.build_image(folder)
 
     async def open_fleet(self) -> Fleet:
         """Return this machine's computers, for computer/host.py. Raises as `build_image`."""
-        engine = self._container_engine("a computer")
+        engine = self._container_engine()
         async with self._fleet_lock:  # no deadline: the toolbox is made in a second
             if self._fleet is None:
                 self._fleet = await self._group.start(self._run_fleet, engine)
@@ -491,25 +507,25 @@ class Pool:
             task_status.started(fleet)
             await anyio.sleep_forever()  # no deadline: the pool's end cancels it
 
-    def _container_engine(self, what: str) -> ContainerEngine:
+    def _container_engine(self) -> ContainerEngine:
         """Return the engine on this machine. Raises ProgramUnsupported, RuntimeError."""
         if not self._calls.is_open:
             raise RuntimeError(NOT_OPEN)
         backend = next((item for item in self._backends if isinstance(item, DockerBackend)), None)
         if backend is None:
             raise ProgramUnsupported(
-                f"{what} has a container of its own, and calls do not run in containers here: it "
-                "needs a Docker Engine on this machine that this user may use"
+                "computers and programs have containers of their own, and calls do not run in "
+                "containers here: they need a Docker Engine on this machine that this user may use"
             )
         if backend.local_engine is None:
             raise ProgramUnsupported(
-                f"{what} is reached over a socket of this machine, so its engine must be on "
+                "computers and programs are reached over a socket, so their engine must be on "
                 f"this machine: {', '.join(self.settings.engines)} cannot mount it. Name a local "
                 "one, unix:///path, among `engines`"
             )
         return backend.local_engine
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PoolStats:
         """Return the state of the pool as plain data, for a status page."""
         alive = [w for w in self._queue.workers if w.alive]
         local = [w for w in alive if not w.is_host]

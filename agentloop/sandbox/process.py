@@ -34,7 +34,6 @@ from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgrou
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import is_only_owner, locked, make_dir, reap_dirs, remove_tree
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings, split_packages
 from agentloop.sandbox.worker.counters import open_counter
@@ -187,25 +186,25 @@ class ProcessBackend:
     async def _start(
         self, far: socket.socket, scratch: Path, uid: int, cgroup: Cgroup | None
     ) -> anyio.abc.Process:
-        spec: JsonObject = {
-            "boot": read_boot(),
-            "connect": f"fd:{far.fileno()}",
-            "scratch": str(scratch),
-            "uid": uid,
-            "directory_size": directory_size(self._settings),
-            "seccomp": json.loads(read_profile()),
-            "entries": [],
-            "counters": {},
-        }
         with ExitStack() as stack:
-            if cgroup is not None:  # opened here: a worker may run as a user who could not
-                spec["entries"] = [
-                    _closed_by(stack, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
-                    for path in cgroup.entries
-                ]
+            # Opened here: a worker may run as a user who could not.
+            entries = [
+                _closed_by(stack, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+                for path in (cgroup.entries if cgroup is not None else ())
+            ]
             counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
-            spec["counters"] = {
+            counter_fds = {
                 name: _closed_by(stack, open_counter(name, path)) for name, path in counters.items()
+            }
+            spec = {
+                "boot": read_boot(),
+                "connect": f"fd:{far.fileno()}",
+                "scratch": str(scratch),
+                "uid": uid,
+                "directory_size": directory_size(self._settings),
+                "seccomp": json.loads(read_profile()),
+                "entries": entries,
+                "counters": counter_fds,
             }
             spec_fd = _memory_file(json.dumps(spec))
             stack.callback(os.close, spec_fd)
@@ -216,7 +215,7 @@ class ProcessBackend:
                 stderr=None,
                 env=dict(entry.split("=", 1) for entry in TUNED),
                 start_new_session=True,
-                pass_fds=[far.fileno(), spec_fd, *spec["entries"], *spec["counters"].values()],
+                pass_fds=[far.fileno(), spec_fd, *entries, *counter_fds.values()],
             )
 
 

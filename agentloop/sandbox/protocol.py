@@ -16,20 +16,38 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TypedDict
 
 import orjson
 
 from agentloop.sandbox.errors import ProtocolError
 
-JsonObject: TypeAlias = dict[str, Any]
-"""A decoded JSON object whose fields are not checked yet."""
-
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
-def encode(message: JsonObject) -> bytes:
+class WorkerReply(TypedDict, total=False):
+    """A frame from a worker or a host (remote.py), as far as it is not a program's result."""
+
+    op: str
+    id: int
+    session: int
+    by: str
+    status: str
+    why: str
+    pid: int
+    own_bytes: int
+    layers: dict[str, str]
+    attempt: int
+    slots: int
+    sessions: int
+    grace_s: float
+    others: int
+    computers: int
+
+
+def encode(message: Mapping[str, object]) -> bytes:
     """Encode a message as a frame. Lone surrogates are allowed; the worker replaces them."""
     try:
         body = orjson.dumps(message)
@@ -50,10 +68,10 @@ class FrameReader:
         """Return the number of bytes of the incomplete message."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[JsonObject]:
+    def feed(self, data: bytes) -> list[dict[str, object]]:
         """Return the messages that `data` completes. Raises ProtocolError on invalid frames."""
         self._buffer += data
-        messages: list[JsonObject] = []
+        messages: list[dict[str, object]] = []
         while len(self._buffer) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._buffer)
             if size > MAX_FRAME_BYTES:

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
 
 import aiohttp
 import anyio
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Link, Pending, wait_ready
-from agentloop.sandbox.protocol import MAX_FRAME_BYTES, JsonObject
+from agentloop.sandbox.protocol import MAX_FRAME_BYTES, WorkerReply
 from agentloop.sandbox.results import MEASURED
 from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0
@@ -74,16 +74,17 @@ class HostLink(Link):
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
         await self.lost.wait()  # no deadline: as long as the host lives
 
-    def submit(self, message: JsonObject) -> Pending:
+    def submit(self, message: WorkerFrame) -> Pending:
         # Replace lone surrogates, as a worker does, because the host's JSON parser rejects them.
-        clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
-        return super().submit({**message, **clean})
+        texts = (message["code"], message["stdin"])
+        code, stdin = (text.encode("utf-8", "replace").decode() for text in texts)
+        return super().submit({**message, "code": code, "stdin": stdin})
 
-    def _on_message(self, message: dict[str, object]) -> None:
+    def _on_message(self, message: WorkerReply) -> None:
         match message:
             case {"op": "load", "others": int(number)}:
                 self.num_others = number
-                self.num_computers = cast(int, message.get("computers", 0))
+                self.num_computers = message.get("computers", 0)
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: does it run another version?")
             case _:
@@ -162,7 +163,7 @@ class HostBackend:
             group.start_soon(outbox.send_all, socket)
             try:
                 await wait_ready(link, self._start_timeout_s)
-                self.layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
+                self.layers = link.hello.get("layers", {})
                 self.link = link
                 yield link
             except SandboxUnavailable as error:  # the task group would wrap it

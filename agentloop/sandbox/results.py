@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
 
 
 class CallStatus(enum.StrEnum):
@@ -27,6 +28,14 @@ class CallStatus(enum.StrEnum):
 
 
 _INFRASTRUCTURE = frozenset({CallStatus.SANDBOX_ERROR, CallStatus.OVERLOADED, CallStatus.CANCELLED})
+
+
+class Where(TypedDict, total=False):
+    """The wait of a call, and the worker that took it."""
+
+    queue_s: float
+    worker_id: str
+    attempt: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,16 +85,16 @@ class CallResult:
         return self.status is CallStatus.OK
 
     @classmethod
-    def failed(cls, id: int, status: CallStatus, reason: str, **more: Any) -> CallResult:
+    def failed(cls, id: int, status: CallStatus, reason: str, **where: Unpack[Where]) -> CallResult:
         """Return a result for a call that failed because of infrastructure."""
-        return cls(id, status, error=CallError("SandboxError", reason), **more)
+        return cls(id, status, error=CallError("SandboxError", reason), **where)
 
     @classmethod
     def from_frame(
-        cls, frame: dict[str, Any], *, id: int, queue_s: float, worker_id: str, attempt: int
+        cls, frame: Mapping[str, Any], *, id: int, queue_s: float, worker_id: str, attempt: int
     ) -> CallResult:
         """Convert a `done` frame. A host's frame (remote.py) also has its own times and attempt."""
-        where: dict[str, Any] = {
+        where: Where = {
             "queue_s": queue_s + frame.get("queue_s", 0.0),
             "worker_id": frame.get("worker_id") or worker_id,
             "attempt": attempt + frame.get("attempt", 1) - 1,

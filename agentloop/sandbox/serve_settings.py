@@ -79,15 +79,6 @@ class SandboxServeSettings(BaseSettings):
     session_idle_s: float = Field(
         600.0, gt=0, description="A session without a call for this long is closed."
     )
-    session_wait_s: float = Field(
-        0.0,
-        ge=0,
-        description="Time that a request may wait for a free session before it gets 503. 0: no "
-        "wait.",
-    )
-    max_waiting_sessions: int = Field(
-        256, ge=0, description="Number of requests that may wait for a session."
-    )
     code_judge_timeout_s: float = Field(
         10.0,
         gt=0,

@@ -8,10 +8,11 @@ that its session was lost (410).
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Self
 
@@ -47,8 +48,7 @@ from agentloop.sandbox.openapi import (
     add_routes,
     document,
 )
-from agentloop.sandbox.pool import Pool
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.pool import Pool, ProgramArguments
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
@@ -64,7 +64,7 @@ class SandboxService:
         self._pool = pool
         self._settings = settings
         max_connections = num_connections(settings)
-        self._connections = Connections(
+        self._connections = Connections[asyncio.Transport](
             max_connections, settings.io_timeout_s, settings.idle_timeout_s
         )
         self._limits = RequestLimits(settings, max_connections, self._connections)
@@ -104,7 +104,7 @@ class SandboxService:
 
     async def run(self, request: web.Request) -> web.Response:
         program = await self._limits.parse_body(ProgramRequest, request)
-        return json_response(await self._pool.run(**self._call(program)))
+        return json_response(await self._pool.run(**self._program(program)))
 
     async def run_batch(self, request: web.Request) -> web.StreamResponse:
         programs = (await self._limits.parse_body(BatchRequest, request)).calls
@@ -113,7 +113,7 @@ class SandboxService:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
-            async with self._run_all(map(self._call, programs)) as results:
+            async with self._run_all(map(self._program, programs)) as results:
                 async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
                         await response.write(to_line(index, result))
@@ -124,10 +124,8 @@ class SandboxService:
 
     async def open_session(self, request: web.Request) -> web.Response:
         await self._limits.parse_body(SessionRequest, request, empty=b"{}")
-        # Beyond max_waiting_sessions, do not wait: refuse at once if no session is free.
-        max_wait_s = self._settings.session_wait_s if self._limits.may_wait_for_session else 0.0
-        with self._limits.waiting_for_session():
-            key = await self._sessions.open(max_wait_s=max_wait_s)
+        key = secrets.token_urlsafe(16)
+        await self._sessions.open(key, max_wait_s=0.0)
         body: OpenedSession = {"id": key, "idle_s": self._settings.session_idle_s}
         return json_response(body, status=201)
 
@@ -135,7 +133,8 @@ class SandboxService:
         key = request.match_info["id"]
         cell = await self._limits.parse_body(RunRequest, request)
         try:
-            return json_response(await self._sessions.run(key, **self._call(cell)))
+            call = cell.arguments(self._pool.settings.memory_mib)
+            return json_response(await self._sessions.run(key, **call))
         except KeyError:
             raise _no_session() from None
         except SessionLost as error:
@@ -153,7 +152,7 @@ class SandboxService:
             "connections": len(self._connections),
             "held_bytes": self._limits.held.total,
         }
-        return json_response(self._pool.stats() | http)
+        return json_response({**self._pool.stats(), **http})
 
     async def healthz(self, request: web.Request) -> web.Response:
         if self._pool.stats()["workers"] > 0:
@@ -197,8 +196,8 @@ class SandboxService:
 
     async def _judge(
         self, submissions: list[compat.Submission], with_output: bool
-    ) -> list[JsonObject]:
-        answers: dict[int, JsonObject] = {}
+    ) -> list[dict[str, object]]:
+        answers: dict[int, compat.SubmissionResult] = {}
         for index, submission in enumerate(submissions):
             language = compat.language_of(submission)
             if refusal := compat.refused_submission(submission, await self._lacks(language)):
@@ -212,10 +211,11 @@ class SandboxService:
                 answers[index] = compat.submission_result(
                     submissions[index], result, self._settings.code_judge_chars
                 )
+        rows = [asdict(answers[index]) for index in range(len(submissions))]
         if not with_output:  # Code Judge's JudgeResult
-            for answer in answers.values():
-                del answer["stdout"], answer["stderr"]
-        return [answers[index] for index in range(len(submissions))]
+            for row in rows:
+                del row["stdout"], row["stderr"]
+        return rows
 
     async def status(self, request: web.Request) -> web.Response:
         stats = self._pool.stats()
@@ -244,7 +244,9 @@ class SandboxService:
     # -- helpers ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _run_all(self, calls: Iterable[JsonObject]) -> AsyncIterator[AsyncIterator[Numbered]]:
+    async def _run_all(
+        self, calls: Iterable[ProgramArguments]
+    ) -> AsyncIterator[AsyncIterator[Numbered]]:
         """Run calls, given as arguments of `Pool.run`; yield (index, result) pairs as they finish.
 
         Only slightly more calls than there are slots are in the pool at a time, so that a batch
@@ -277,12 +279,9 @@ class SandboxService:
             return str(error)
         return ""
 
-    def _call(self, request: RunRequest) -> JsonObject:
-        """Return the arguments of a call: its memory limit is at most the pool's."""
-        call = request.model_dump()
-        if request.memory_mib is not None:
-            call["memory_mib"] = min(request.memory_mib, self._pool.settings.memory_mib)
-        return call
+    def _program(self, request: ProgramRequest) -> ProgramArguments:
+        call = request.arguments(self._pool.settings.memory_mib)
+        return {**call, "language": request.language, "output": None}
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -303,7 +302,7 @@ def _no_session() -> RequestRefused:
 _REFUSED = Response("The request was refused.", {JSON: RefusalBody})
 _RESULT = Response("The result, however the program ended.", {JSON: CallResult})
 _LOST = Response("The session is lost, possibly because of this cell.", {JSON: RefusalBody})
-_ANSWER: Responses = {200: Response("The answer.", {JSON: JsonObject})}
+_ANSWER: Responses = {200: Response("The answer.", {JSON: dict[str, object]})}
 _HEALTH: Responses = {
     200: Response("A worker is up.", {JSON: dict[str, str]}),
     503: Response("No worker is up.", {JSON: dict[str, str]}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import TypedDict
 
 import anyio
 
@@ -13,6 +14,7 @@ from agentloop.sandbox.link import OpenSession
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.sandbox.slots import PoolWorker
+from agentloop.sandbox.worker.connection import WorkerFrame
 
 CELL_BYTES = 512  # of a remembered cell, beside its code and input
 TRIAL_S = 60.0  # to find out what has ended a session's worker
@@ -22,6 +24,15 @@ HOW_LOST = {
     LostBy.CALLER: "was killed with a cell that its caller cancelled",
     LostBy.INFRASTRUCTURE: "has ended, not because of the code that ran in it",
 }
+
+
+class CellArguments(TypedDict):
+    """The arguments of `Session.run`."""
+
+    code: str
+    stdin: str
+    timeout_s: float | None
+    memory_mib: int | None
 
 
 class Session:
@@ -44,7 +55,7 @@ class Session:
         self._calls = calls
         self._state: OpenSession = worker.link.open_session(session_id)
         self._reopen = reopen
-        self._cells: list[dict[str, object]] = []  # what has been run, if it is not too much
+        self._cells: list[WorkerFrame] = []  # what has been run, if it is not too much
         self._num_bytes = 0  # of it
         self._turn = anyio.Lock()
 
@@ -61,7 +72,8 @@ class Session:
             SessionLost: the process is gone; `by` is the cause. A cell that is killed for exceeding
                 a limit still returns a result, and the next one raises.
         """
-        message = self._calls.message(code, stdin, timeout_s, memory_mib) | {"session": self.id}
+        message = self._calls.message(code, stdin, timeout_s, memory_mib)
+        message["session"] = self.id
         async with self._turn:  # no deadline: the calls before it have theirs
             result = None
             if not self.lost:
@@ -73,7 +85,7 @@ class Session:
                 raise self.loss
         return result
 
-    def _remember(self, message: dict[str, object]) -> None:
+    def _remember(self, message: WorkerFrame) -> None:
         """Keep a cell, unless the session has run too much to run it again."""
         self._num_bytes += input_bytes(message) + CELL_BYTES
         self._cells.append(message)
@@ -92,7 +104,7 @@ class Session:
         with anyio.move_on_after(TRIAL_S):
             try:
                 async with self._reopen() as other:
-                    again = [{**cell, "session": other.id} for cell in cells]
+                    again: list[WorkerFrame] = [{**cell, "session": other.id} for cell in cells]
                     return await self._calls.ends_workers(again, [self.worker, other.worker])
             except Overloaded:  # there is no other worker
                 return False

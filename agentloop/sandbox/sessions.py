@@ -7,9 +7,9 @@ for too long.
 from __future__ import annotations
 
 import math
-import secrets
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from agentloop.sandbox.errors import LostBy, SessionLost
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.results import CallResult
-from agentloop.sandbox.session import Session
+from agentloop.sandbox.session import CellArguments, Session
 
 
 @dataclass(eq=False)
@@ -34,22 +34,20 @@ class Sessions:
         self._pool = pool
         self._group = group
         self._idle_s = idle_s
-        self._held: dict[object, _Held] = {}
+        self._held: dict[Hashable, _Held] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._held
 
-    async def open(self, key: Any = None, max_wait_s: float | None = None) -> Any:
-        """Open a session and return its key, by default a random secret.
+    async def open(self, key: Hashable, max_wait_s: float | None = None) -> None:
+        """Open a session.
 
         Raises:
             Overloaded: no session was free within `max_wait_s` (default: the pool's setting).
         """
-        key = secrets.token_urlsafe(16) if key is None else key
         await self._group.start(self._hold, key, max_wait_s)
-        return key
 
-    async def run(self, key: Any, **call: Any) -> CallResult:
+    async def run(self, key: Hashable, **call: Unpack[CellArguments]) -> CallResult:
         """Run a cell, with the arguments of `Session.run`.
 
         Raises:
@@ -69,12 +67,12 @@ class Sessions:
             if not held.num_running:
                 held.scope.deadline = anyio.current_time() + self._idle_s
 
-    def lost_by(self, key: object) -> LostBy | None:
+    def lost_by(self, key: Hashable) -> LostBy | None:
         """Return the cause of a session's loss; None if it lives or does not exist."""
         held = self._held.get(key)
         return held.session.lost_by if held is not None else None
 
-    def close(self, key: Any) -> bool:
+    def close(self, key: Hashable) -> bool:
         """Close a session and return whether it existed."""
         held = self._held.pop(key, None)
         if held is not None:
@@ -82,7 +80,7 @@ class Sessions:
         return held is not None
 
     async def _hold(
-        self, key: object, max_wait_s: float | None, *, task_status: TaskStatus[None]
+        self, key: Hashable, max_wait_s: float | None, *, task_status: TaskStatus[None]
     ) -> None:
         async with self._pool.session(max_wait_s) as session:
             deadline = anyio.current_time() + self._idle_s

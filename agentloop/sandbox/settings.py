@@ -40,10 +40,6 @@ class OutputLimits:
                 f"output: both limits must be above 0, keep_bytes at most {MAX_KEPT_BYTES}"
             )
 
-    def as_dict(self) -> dict[str, int]:
-        """Return the limits as fields of a frame."""
-        return {"max_output_bytes": self.max_bytes, "keep_output_bytes": self.keep_bytes}
-
 
 def split_packages(packages: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return Python's packages and Debian's, each sorted."""

@@ -33,9 +33,9 @@ class PoolWorker:
     def __init__(self, link: Link, settings: PoolSettings) -> None:
         self.link = link
         hello = link.hello
-        self.num_slots = self.free = int(hello.get("slots", 1))
-        self.max_sessions = self.free_sessions = int(hello.get("sessions", 1))
-        self.grace_s = float(hello.get("grace_s", GRACE_S))
+        self.num_slots = self.free = hello.get("slots", 1)
+        self.max_sessions = self.free_sessions = hello.get("sessions", 1)
+        self.grace_s = hello.get("grace_s", GRACE_S)
         self.num_left = math.inf if self.is_host else RECYCLE_AFTER
         self.proven = False  # has replied to a call, so it does not fail at once
         self.retiring = False

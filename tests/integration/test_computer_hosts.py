@@ -180,7 +180,7 @@ async def test_what_a_host_cannot_do_is_named(pool: Pool, hosts: Hosts) -> None:
         await pool.warm_computers(1)
     with command("pool.backend=process", "pool.preload=[]") as (_, url):
         async with Pool(PoolSettings(hosts=[url])) as other:
-            with pytest.raises(ProgramUnsupported, match=f"{url}: a computer has a container"):
+            with pytest.raises(ProgramUnsupported, match=f"{url}: computers and programs have"):
                 async with other.computer():
                     pass
 

@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ def test_head_and_tail_of_output(parts: list[bytes]) -> None:
 
 def test_walls_of_a_computer() -> None:
     spec = ComputerSpec("image", "none", ComputerLimits(memory_mib=64, processes=9, cpus=0.5))
-    host = machine_config(spec, PoolSettings(), Path("/a"), Path("/b"))["HostConfig"]
+    host: Any = machine_config(spec, PoolSettings(), Path("/a"), Path("/b"))["HostConfig"]
     assert host["Memory"] == host["MemorySwap"] == 64 << 20
     assert (host["PidsLimit"], host["NanoCpus"]) == (9, 500_000_000)
     assert host["NetworkMode"] == "none"
@@ -176,6 +177,6 @@ def test_same_folders_make_the_same_tar(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_local_workers_have_no_computers() -> None:
     async with Pool(BARE) as pool:
-        with pytest.raises(ProgramUnsupported, match="needs a Docker Engine on this machine"):
+        with pytest.raises(ProgramUnsupported, match="need a Docker Engine on this machine"):
             async with pool.computer():
                 pass

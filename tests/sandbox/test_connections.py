@@ -31,7 +31,7 @@ class ConnectionsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.connections = Connections(MOST, REQUEST_S, IDLE_S)
+        self.connections = Connections[int](MOST, REQUEST_S, IDLE_S)
         self.now = 0.0
         self.next_key = 0
         self.waiting: dict[int, float] = {}  # until when, in the order of their waiting

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable
-from agentloop.sandbox.container import ContainerEngine, create_container, host_config
+from agentloop.sandbox.container import ContainerEngine, EngineInfo, create_container, host_config
 from agentloop.sandbox.engine import _unavailable, connect, local_engine
 from agentloop.sandbox.errors import NoEngine
 
@@ -229,7 +229,7 @@ async def test_engine_without_a_limit_is_not_asked_for_it(
     has_quota: bool, missing: list[str]
 ) -> None:
     docker: Any = RecordingDocker()
-    info = {"SecurityOptions": None, "MemoryLimit": True, "CpuCfsQuota": has_quota}
+    info: EngineInfo = {"SecurityOptions": None, "MemoryLimit": True, "CpuCfsQuota": has_quota}
     engine = ContainerEngine(docker, local=True, image="image", info=info)
     assert engine.missing_limits == missing
     config = {"HostConfig": host_config(PoolSettings(), None, uid=1)}

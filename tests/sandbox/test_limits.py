@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -402,7 +403,7 @@ async def test_session_that_wakes_itself_is_ended(alone: Pool, code: str) -> Non
 
 def test_container_is_limited_to_one_call() -> None:
     inputs = PoolSettings(processes_per_call=40, memory_mib=300, preload=[])
-    config = host_config(inputs, None, 1 << 30)
+    config: Any = host_config(inputs, None, 1 << 30)
     assert config["PidsLimit"] == max_processes(inputs) >= 40 + 3
     assert config["Memory"] == config["MemorySwap"] == start_bytes(inputs) > 300 * MIB
     assert config["NanoCpus"] == 10**9

@@ -371,38 +371,6 @@ async def test_request_without_a_free_session_is_refused_at_once() -> None:
         )
 
 
-async def test_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
-    few = {"session_wait_s": 600, "max_waiting_sessions": 1, "max_requests": 1}
-    async with Pool(ONE_SESSION) as pool, service(pool, **few) as client:
-        _, opened = await client.post("/v1/sessions")
-        async with anyio.create_task_group() as group:
-            got: list[int] = []
-
-            async def wait_for_one() -> None:
-                got.append((await client.post("/v1/sessions"))[0])
-
-            group.start_soon(wait_for_one)
-            await until_stat(client, "sessions_waiting", 1)
-            assert (await client("GET", "/v1/stats"))[1]["requests"] == 0
-            assert (await client.post("/v1/sessions"))[0] == 503  # the second one
-            assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
-            assert not got
-            await client("DELETE", f"/v1/sessions/{opened['id']}")
-        assert got == [201]
-        await until_stat(client, "sessions_waiting", 0)
-
-
-async def test_client_that_leaves_waits_for_no_session() -> None:
-    async with Pool(ONE_SESSION) as pool, service(pool, session_wait_s=600) as client:
-        await client.post("/v1/sessions")
-        async with anyio.create_task_group() as group:
-            group.start_soon(client.post, "/v1/sessions")
-            await until_stat(client, "sessions_waiting", 1)
-            group.cancel_scope.cancel()
-        await until_stat(client, "sessions_waiting", 0)
-        assert pool.stats()["sessions"] == 1
-
-
 KILL = encode({"op": "kill", "id": 1})
 
 

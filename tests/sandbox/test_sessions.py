@@ -16,8 +16,9 @@ import pytest
 from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, Session, SessionLost
 from agentloop.sandbox.link import Link, Pending, next_id
 from agentloop.sandbox.process import ProcessBackend
-from agentloop.sandbox.protocol import JsonObject, encode
+from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.slots import GRACE_S
+from agentloop.sandbox.worker.connection import WorkerFrame
 from agentloop.sandbox.worker.kernel import descendants
 from agentloop.sandbox.worker.server import INTERRUPT_GRACE_S, START_S
 from agentloop.sandbox.worker.wire import DONE_FD, JOB_FD
@@ -29,7 +30,7 @@ from tests.sandbox.test_pool import FOREVER, wait_until
 
 pytestmark = pytest.mark.timeout(60)  # real workers are started
 
-RUN = {"op": "run", "stdin": "", "timeout_s": 15}
+RUN: WorkerFrame = {"op": "run", "stdin": "", "timeout_s": 15}
 
 
 async def wait_until_lost(session: Session, cell: str = "1") -> None:
@@ -90,7 +91,8 @@ async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
 
 async def test_cell_of_an_unknown_session_does_not_run() -> None:
     async with ProcessBackend(BARE).worker("x") as link:
-        pending = link.submit(RUN | {"id": next_id(), "code": "1", "session": next_id()})
+        call: WorkerFrame = {**RUN, "id": next_id(), "code": "1", "session": next_id()}
+        pending = link.submit(call)
         with anyio.fail_after(patient(15)):
             await pending.done.wait()
         assert pending.reply is None
@@ -138,9 +140,9 @@ async def test_session_that_ends_two_workers_is_lost_by_its_program(
     monkeypatch: pytest.MonkeyPatch, num_ended: int, by: LostBy
 ) -> None:
     submit = Link.submit
-    ended: list[JsonObject] = []
+    ended: list[WorkerFrame] = []
 
-    def end_worker(link: Link, message: JsonObject) -> Pending:
+    def end_worker(link: Link, message: WorkerFrame) -> Pending:
         pending = submit(link, message)
         if message["code"] == "the end" and len(ended) < num_ended:
             ended.append(message)

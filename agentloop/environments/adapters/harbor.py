@@ -38,7 +38,6 @@ from agentloop.environments.program import ProgramSettings, work_in
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
-from agentloop.plain_json import JsonObject
 from agentloop.sandbox import Computer, ComputerLimits
 
 __all__ = ["HarborTask", "task"]
@@ -75,7 +74,7 @@ class _Phase(pydantic.BaseModel):
     timeout_sec: pydantic.PositiveFloat = 600.0
     user: User = None
     env: dict[str, str] = pydantic.Field(default_factory=dict)
-    environment: JsonObject | None = None  # an image of their own
+    environment: dict[str, object] | None = None  # an image of their own
     environment_mode: str = "shared"
 
 
@@ -120,7 +119,7 @@ class HarborTask(pydantic.BaseModel):
     verifier: _Phase = _Phase()
     solution: _Phase = _Phase()
     environment: _Machine = _Machine()
-    steps: list[JsonObject] = pydantic.Field(default_factory=list)
+    steps: list[dict[str, object]] = pydantic.Field(default_factory=list)
 
     @classmethod
     def load(cls, folder: Path) -> HarborTask:

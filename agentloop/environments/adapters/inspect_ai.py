@@ -13,20 +13,25 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
+from agentloop.agent.tools import CallerTool
 from agentloop.distribution import require
-from agentloop.environments.adapters.completions import Completion, complete, openai_call
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import PromptTooLong, SettingsError, summary_of
-from agentloop.trajectory import Message
+from agentloop.trajectory import Message, StopReason, Trajectory
 
 __all__ = ["sample"]
 
-Args = dict[str, Any] | None
+Args = dict[str, object] | None
+# Inspect's words for how a completion has ended.
+_ENDS = {StopReason.CALLER_TOOLS: "tool_calls"} | dict.fromkeys(
+    (StopReason.TOKEN_BUDGET, StopReason.TIME_BUDGET), "max_tokens"
+)
 
 
 def rows(*, name: str, args: Args) -> Iterator[Mapping[str, object]]:
@@ -73,7 +78,7 @@ def _text_of(prompt: Any) -> str:
     return "\n".join(f"{message.role}: {message.text}" for message in prompt)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return import_module(f"inspect_ai.{name}")
 
 
@@ -127,17 +132,20 @@ def _provider() -> str:
 
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
             infos = [tool.model_dump(exclude_none=True) for tool in tools if tool_choice != "none"]
-            schemas = [{"type": "function", "function": info} for info in infos]
-            prompt = [*map(_message, input)]
+            run = partial(self._agent.run, max_turns=1, max_tokens=config.max_tokens)
+            schemas = [CallerTool({"type": "function", "function": info}) for info in infos]
             try:
-                answer = await complete(self._agent, prompt, schemas, max_tokens=config.max_tokens)
+                record = await run([*map(_message, input)], tools=schemas)
             except PromptTooLong:
-                answer = Completion("", finish_reason="length")
-            calls = [tool_call(call.id, call.name, call.arguments) for call in answer.calls]
-            message = model.ChatMessageAssistant(content=answer.text, tool_calls=calls or None)
-            end = answer.finish_reason.replace("length", "max_tokens")
+                record = Trajectory("", [], stop_reason=StopReason.TOKEN_BUDGET)
+            end = _ENDS.get(record.stop_reason, "stop")
+            called = [call for call in record.calls if end == "tool_calls" and call.error is None]
+            calls = [tool_call(call.id, call.name, call.arguments) for call in called]
+            message = model.ChatMessageAssistant(content=record.answer, tool_calls=calls or None)
             output = model.ModelOutput.from_message(message, end)
-            output.usage = model.ModelUsage(**answer.usage("input", "output"))
+            num, sampled = len(record.prompt_ids), record.num_sampled_tokens
+            usage = {"input_tokens": num, "output_tokens": sampled, "total_tokens": num + sampled}
+            output.usage = model.ModelUsage(**usage)
             return output
 
     return "agentloop/agent"
@@ -148,7 +156,11 @@ def _message(message: Any) -> Message:
     error = getattr(message, "error", None)
     data = {"role": message.role, "content": error.message if error else message.text}
     if calls := getattr(message, "tool_calls", None):
-        data["tool_calls"] = [openai_call(call.id, call.function, call.arguments) for call in calls]
+        named = [(call.id, call.function, json.dumps(call.arguments)) for call in calls]
+        data["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, name, arguments in named
+        ]
     return data
 
 

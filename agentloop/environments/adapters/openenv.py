@@ -18,13 +18,13 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
 
 from agentloop.agent.tools import RunTool, ToolOutput
-from agentloop.environments.adapters.openenv_server import InvalidAction, OpenEnvSession
+from agentloop.environments.adapters.openenv_server import Answer, InvalidAction, OpenEnvSession
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.tasks.sources import Task
-from agentloop.plain_json import JsonObject
 from agentloop.trajectory import ToolCallStatus
 
 __all__ = ["episode"]
@@ -41,7 +41,7 @@ async def episode(
     agent: Agent,
     *,
     url: str,
-    reset: JsonObject | None = None,
+    reset: dict[str, object] | None = None,
     system: str = "",
     max_steps: int = 50,
     max_sessions: int = 1,
@@ -94,7 +94,7 @@ class _Game:
         self.rewards: list[float] = []
         self.is_done = False
 
-    async def step(self, action: Callable[[], object]) -> JsonObject:
+    async def step(self, action: Callable[[], object]) -> Answer:
         """Act, and return what the model sees: an observation, or why the action is invalid."""
         self.num_steps += 1
         try:
@@ -111,7 +111,7 @@ class _Game:
 class _Tool:
     """A tool of the server. Its calls are steps, one at a time for all tools (`state`)."""
 
-    def __init__(self, game: _Game, listed: JsonObject) -> None:
+    def __init__(self, game: _Game, listed: Mapping[str, Any]) -> None:
         self.name: str = listed["name"]
         parameters = listed.get("input_schema") or {"type": "object", "properties": {}}
         description = {"name": self.name, "description": listed.get("description") or ""}
@@ -140,7 +140,7 @@ def _result_text(result: object) -> str:
     return result if isinstance(result, str) else json.dumps(result)
 
 
-def _text_field(schema: JsonObject) -> str | None:
+def _text_field(schema: Mapping[str, Any]) -> str | None:
     """Return the only field that an action must have if it is any text: the answer goes there."""
     needed = schema.get("required") or []
     field = (schema.get("properties") or {}).get(needed[0], {}) if len(needed) == 1 else {}
@@ -155,7 +155,7 @@ def _action_in(answer: str) -> object:
         raise InvalidAction(f"it is not a JSON object: {error}") from None
 
 
-def _text_of(result: JsonObject) -> str:
+def _text_of(result: Answer) -> str:
     """Return an observation as text: its only text, or all of it as JSON."""
     observation = result.get("observation") or {}
     fields = {name: value for name, value in observation.items() if value not in (None, "", [], {})}

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, TypedDict, cast
 
 import aiohttp
 import anyio
 import anyio.lowlevel
 
 from agentloop.errors import ServerUnavailable
-from agentloop.plain_json import JsonObject
 
-__all__ = ["InvalidAction", "OpenEnvSession"]
+__all__ = ["Answer", "InvalidAction", "OpenEnvSession"]
 
 _MAX_MESSAGE = 64 << 20
 _limits = anyio.lowlevel.RunVar[dict[str, anyio.CapacityLimiter]]("_openenv_sessions")
+
+
+class Answer(TypedDict, total=False):
+    """A server's answer to an action, a reset, or a question for its state."""
+
+    observation: dict[str, Any]
+    reward: float | None
+    done: bool
+    verify_results: object
 
 
 class InvalidAction(Exception):
@@ -31,7 +40,7 @@ class OpenEnvSession:
     """
 
     def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, schema: JsonObject, timeout_s: float
+        self, socket: aiohttp.ClientWebSocketResponse, schema: dict[str, Any], timeout_s: float
     ) -> None:
         self.schema = schema
         self._socket = socket
@@ -70,7 +79,7 @@ class OpenEnvSession:
             async with socket:
                 yield cls(socket, schema, timeout_s)
 
-    async def request(self, kind: str, data: object = None) -> JsonObject:
+    async def request(self, kind: str, data: object = None) -> Answer:
         """Send a message, and return the observation, reward and end in the answer.
 
         Raises:
@@ -81,9 +90,7 @@ class OpenEnvSession:
         """
         try:
             with anyio.fail_after(self._timeout_s):
-                message: JsonObject = (
-                    {"type": kind} if data is None else {"type": kind, "data": data}
-                )
+                message = {"type": kind} | ({} if data is None else {"data": data})
                 await self._socket.send_json(message)
                 answer = await self._socket.receive()
         except ConnectionError as error:
@@ -91,9 +98,9 @@ class OpenEnvSession:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ServerUnavailable(f"openenv: the server closed the connection at {kind}")
         response = json.loads(answer.data)
-        payload: dict[str, object] = response.get("data") or {}
+        payload = response.get("data") or {}
         if response.get("type") != "error":
-            return payload
+            return cast(Answer, payload)
         problem = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
         if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
             raise InvalidAction(problem)

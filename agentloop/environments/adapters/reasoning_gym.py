@@ -21,7 +21,6 @@ from agentloop.environments.rewards.puzzles import score
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
-from agentloop.plain_json import JsonObject
 
 __all__ = ["puzzle"]
 
@@ -32,7 +31,7 @@ _SYSTEM = (
 
 
 def make_task(
-    rng: Random, *, families: list[str], options: dict[str, JsonObject] | None
+    rng: Random, *, families: list[str], options: dict[str, dict[str, object]] | None
 ) -> Mapping[str, object]:
     """Make a puzzle of one of the families.
 
@@ -62,7 +61,7 @@ async def puzzle(
     agent: Agent,
     *,
     families: list[str],
-    options: dict[str, JsonObject] | None = None,
+    options: dict[str, dict[str, object]] | None = None,
     partial_credit: bool = True,
     system: str = _SYSTEM,
     timeout_s: float = 60.0,

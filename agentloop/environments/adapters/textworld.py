@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, closing
+from functools import partial
 from importlib import import_module
 from random import Random
-from typing import Any
+from typing import Protocol, TypedDict, TypeVar
 
+import anyio
+
+from agentloop.agent.threads import DaemonThread, in_daemon_thread
+from agentloop.aio import LimiterVar
 from agentloop.distribution import require
-from agentloop.environments.adapters.blocking import Blocking
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.tasks.sources import Task
@@ -25,6 +30,24 @@ from agentloop.errors import SettingsError
 
 __all__ = ["game"]
 
+
+class Scene(TypedDict):
+    """The fields of TextWorld's state of a game that are shown."""
+
+    feedback: str
+    objective: str | None
+    admissible_commands: list[str]
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Result = TypeVar("Result")
+Resource = TypeVar("Resource", bound=Closable)
+
+_CLOSE_S = 10.0
+_threads = LimiterVar("_textworld_threads")
 _SYSTEM = (
     "You play a text adventure. Each of your messages is one command, such as: look, inventory, "
     "go east, open chest, take key from chest. Write the command on the last line of the message."
@@ -67,7 +90,7 @@ async def game(
     textworld = import_module("textworld")
     wanted = ("objective", "score", "max_score", "won", "admissible_commands")
     infos = textworld.EnvInfos(**dict.fromkeys(wanted, True))
-    library = Blocking("textworld", timeout_s)
+    library = Library(timeout_s)
     async with library.open(textworld.start, task.file, infos) as play:
         state = await library.call(play.reset)
         if not state["max_score"]:
@@ -84,13 +107,54 @@ async def game(
     return {"score": state["score"] / state["max_score"], "won": state["won"], "moves": moves}
 
 
+class Library:
+    """Calls TextWorld for one game, in one thread; of all games, one call at a time.
+
+    A call that exceeds its deadline cannot be stopped. Its thread is abandoned, and so is the game,
+    which is not closed then. Until the thread ends, other calls wait.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._is_abandoned = False
+        self._thread = DaemonThread()
+
+    async def call(self, function: Callable[..., Result], *args: object) -> Result:
+        """Call a function. Raises TimeoutError, and whatever the function raises."""
+        self._is_abandoned = True  # unless it returns
+        with anyio.move_on_after(self._timeout_s):
+            try:
+                call = partial(function, *args)
+                result = await in_daemon_thread(call, 1, _threads, self._thread)
+            except Exception:
+                self._is_abandoned = False
+                raise
+            self._is_abandoned = False
+            return result
+        raise TimeoutError(f"textworld: {function.__name__} took more than {self._timeout_s:g} s")
+
+    @asynccontextmanager
+    async def open(
+        self, function: Callable[..., Resource], *args: object
+    ) -> AsyncIterator[Resource]:
+        """Call a function that returns an object with a `close` method; close that at the end."""
+        with closing(self._thread):
+            resource = await self.call(function, *args)
+            try:
+                yield resource
+            finally:
+                if not self._is_abandoned:
+                    with anyio.move_on_after(_CLOSE_S, shield=True):
+                        await self.call(resource.close)
+
+
 def _command(answer: str) -> str:
     """Return the command in the model's answer: its last line that is not empty."""
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     return lines[-1].removeprefix(">").strip() if lines else "look"
 
 
-def _scene(state: Mapping[str, Any], lists_commands: bool) -> str:
+def _scene(state: Scene, lists_commands: bool) -> str:
     """Return what the player sees, without the title, the prompt and the score."""
     text = re.sub(r"\n>[^\n]*\Z", "", state["feedback"].rstrip()).strip()
     if (objective := state.get("objective")) and objective in text:

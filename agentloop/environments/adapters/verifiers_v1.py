@@ -27,7 +27,9 @@ from agentloop.plain_json import JsonObject
 __all__ = ["config_of", "episode"]
 
 
-def rows(*, taskset: str, config: JsonObject | None, num_tasks: int) -> Iterator[JsonObject]:
+def rows(
+    *, taskset: str, config: dict[str, object] | None, num_tasks: int
+) -> Iterator[dict[str, object]]:
     """Yield a task for each task of the set.
 
     Raises:
@@ -40,7 +42,7 @@ def rows(*, taskset: str, config: JsonObject | None, num_tasks: int) -> Iterator
 
 @asynccontextmanager
 async def serving(
-    *, taskset: str, config: JsonObject | None, num_tasks: int
+    *, taskset: str, config: dict[str, object] | None, num_tasks: int
 ) -> AsyncIterator[object]:
     """Open what all episodes share: tool servers, and the proxies of the harnesses' requests."""
     env, tasks = _load(taskset, json.dumps(config or {}, sort_keys=True), num_tasks)
@@ -55,7 +57,7 @@ async def episode(
     *,
     shared: Any,
     taskset: str,
-    config: JsonObject | None = None,
+    config: dict[str, object] | None = None,
     num_tasks: int = 10_000,
 ) -> Reward:
     """Let verifiers run and score an episode.

@@ -10,7 +10,6 @@ import json
 import operator
 import os
 from collections.abc import Callable
-from typing import Any
 
 from agents import Agent, FunctionTool, OpenAIProvider, RunConfig, Runner
 from agents.tool_context import ToolContext
@@ -38,7 +37,7 @@ def value_of(node: ast.expr) -> int:
     raise ValueError(f"cannot compute {ast.unparse(node)}")
 
 
-async def compute(context: ToolContext[Any], arguments: str) -> str:
+async def compute(context: ToolContext[None], arguments: str) -> str:
     """Compute what the model asks for; what is wrong with that is for the model to read."""
     try:
         code = json.loads(arguments)["code"]

@@ -31,7 +31,7 @@ TOOL = {
 }
 
 
-def ask(messages: list[dict[str, Any]]) -> Any:
+def ask(messages: list[dict[str, object]]) -> Any:
     """Return the model's next message."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -57,7 +57,7 @@ def run(code: str, given: str = "") -> str:
 
 def main() -> None:
     question = os.environ["AGENTLOOP_TASK"]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    messages: list[dict[str, object]] = [{"role": "user", "content": question}]
     for _ in range(8):
         message = ask(messages)
         messages.append(message)

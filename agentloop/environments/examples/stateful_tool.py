@@ -7,7 +7,7 @@ The small model does not know this tool. Name a model that can use new tools:
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import anyio
 
@@ -37,7 +37,7 @@ class Notepad:
         """Entered at the first call of a rollout, left at its end."""
         lines: list[str] = []
 
-        async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+        async def run(arguments: Mapping[str, object], /) -> ToolOutput:
             line = arguments.get("line")
             if not isinstance(line, str):
                 text = "[bad arguments] line: a string is expected"

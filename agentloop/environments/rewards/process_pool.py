@@ -16,14 +16,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.child_environment import for_our_python
-from agentloop.plain_json import JsonObject
 
 __all__ = [
     "CallDied",
@@ -35,6 +34,7 @@ __all__ = [
 ]
 
 _MAX_REPLY_BYTES = 1 << 20
+_START_TIMEOUT_S = 60.0  # for a process to start and import `preload`
 # Sent by people, supervisors and the kernel's OOM killer; a program that crashes gets others.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
@@ -76,7 +76,6 @@ class ProcessPool:
     Args:
         preload: Functions, as `module:name`, to import when a process starts.
         memory_mib: Memory that a call may allocate; 0: unlimited.
-        start_timeout_s: Time limit for a process to start and import `preload`.
     """
 
     def __init__(
@@ -85,11 +84,9 @@ class ProcessPool:
         *,
         preload: Sequence[str] = (),
         memory_mib: int = 2048,
-        start_timeout_s: float = 60.0,
     ) -> None:
         self._preload = preload
         self._memory_mib = memory_mib
-        self._start_timeout_s = start_timeout_s
         self._slots = anyio.Semaphore(count)
         self._idle: list[_Child] = []
         self._alive: set[_Child] = set()
@@ -103,7 +100,7 @@ class ProcessPool:
 
     async def call(
         self, function: str, *arguments: object, timeout_s: float, fresh: bool = False
-    ) -> Any:
+    ) -> object:
         """Return the result of `function` (`module:name`, sync or async), converted to JSON types.
 
         Starting a process does not count towards `timeout_s`.
@@ -165,11 +162,11 @@ class ProcessPool:
         child = _Child(process)
         self._alive.add(child)
         try:
-            with anyio.fail_after(self._start_timeout_s):
+            with anyio.fail_after(_START_TIMEOUT_S):
                 ready = await child.read()
         except TimeoutError:
             await self._kill(child)
-            raise CallNotStarted(f"not started after {self._start_timeout_s:g} s") from None
+            raise CallNotStarted(f"not started after {_START_TIMEOUT_S:g} s") from None
         except CallDied as error:
             await self._kill(child)
             raise CallNotStarted(str(error)) from error
@@ -186,20 +183,25 @@ class ProcessPool:
         self._alive.discard(child)
 
 
+class _Reply(TypedDict, total=False):
+    value: object
+    error: str
+
+
 class _Child:
     def __init__(self, process: Process) -> None:
         assert process.stdout is not None
         self._process = process
         self._replies = BufferedByteReceiveStream(process.stdout)
 
-    async def ask(self, request: bytes) -> JsonObject:
+    async def ask(self, request: bytes) -> _Reply:
         assert self._process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # read() reports why
             # no deadline: call() has one
             await self._process.stdin.send(len(request).to_bytes(8, "big") + request)
         return await self.read()  # no deadline: call() has one
 
-    async def read(self) -> JsonObject:
+    async def read(self) -> _Reply:
         try:
             # no deadline: call() has one, and _start()
             line = await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES)
@@ -207,7 +209,7 @@ class _Child:
             raise await self._death() from None
         except anyio.DelimiterNotFound:
             raise CallRaised(f"the result exceeds {_MAX_REPLY_BYTES} bytes") from None
-        reply: JsonObject = json.loads(line)
+        reply: _Reply = json.loads(line)
         return reply
 
     async def _death(self) -> CallDied:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Protocol
 
 from agentloop.environments.rewards.process_pool import CallFailed
 from agentloop.errors import SettingsError
-from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CallResult, CallStatus, SandboxError
 
 __all__ = ["is_solved", "score"]
@@ -56,7 +56,7 @@ class Programs(Protocol):
 
 
 async def is_solved(
-    pool: Programs, puzzle: JsonObject, answer: str, *, timeout_s: float
+    pool: Programs, puzzle: Mapping[str, object], answer: str, *, timeout_s: float
 ) -> tuple[bool, str]:
     """Return whether `answer` scores 1, and an explanation. Takes and raises what `score` does."""
     value, reason = await score(pool, puzzle, answer, timeout_s=timeout_s)
@@ -64,7 +64,7 @@ async def is_solved(
 
 
 async def score(
-    pool: Programs, puzzle: JsonObject, answer: str, *, timeout_s: float
+    pool: Programs, puzzle: Mapping[str, object], answer: str, *, timeout_s: float
 ) -> tuple[float, str]:
     """Return the score of `answer`, from 0 to 1, and an explanation.
 
@@ -77,7 +77,7 @@ async def score(
     """
     mark = secrets.token_hex(16)
     request = json.dumps({"puzzle": dict(puzzle), "answer": answer, "mark": mark})
-    family = puzzle["family"]
+    family = str(puzzle["family"])
     for _ in range(2):
         try:
             result = await pool.run(_PROGRAM, stdin=request, timeout_s=timeout_s)

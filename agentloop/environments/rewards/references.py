@@ -27,6 +27,8 @@ _MAX_CHECK_S = 15.0  # of a start: a user's function may ask a model
 _MAX_WORDS, _MAX_WORDS_OF_SENTENCES = 25, 5
 _MAX_SHOWN = 60
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_IN_BOX = "\\boxed{{{}}}"
+_FORMS = (_IN_BOX, f"<think>\n\n</think>\n<answer>{_IN_BOX}</answer>", "{}", "#### {}")
 _NEXT_SENTENCE = re.compile(r"\n|[.!?]\s+[A-Z]")
 
 
@@ -71,7 +73,7 @@ async def bad_references(
     """
     bad: list[BadReference] = []
     is_own = ":" in settings.function
-    forms = [_in_box, _in_tags, _as_it_is, _after_hashes] if is_own else [_in_box]
+    forms = list(_FORMS) if is_own else [_IN_BOX]
     async with Grader(settings) as grader:
         await grader.ready()
         begun_s = time.monotonic()
@@ -80,7 +82,7 @@ async def bad_references(
                 break
             reason = "" if is_own else _why_not_an_answer(task.answer)
             for number, form in enumerate(forms if not reason else ()):
-                text = form(task.answer)
+                text = form.format(task.answer)
                 record = Trajectory("reference", [], [Turn(text=text)], StopReason.ANSWERED)
                 try:
                     reward = await grader.score(record, task)
@@ -114,26 +116,10 @@ def _why_not_an_answer(answer: str) -> str:
             "answer equals: name the column of the answer with tasks.fields.answer=NAME, or set "
             "reward.function to a function of your own"
         )
-    if last_box(_in_box(answer)) != answer:
+    if last_box(_IN_BOX.format(answer)) != answer:
         return f"the answer {_shorten(answer)} has braces that do not match"
     return ""
 
 
 def _shorten(answer: str) -> str:
     return repr(answer if len(answer) <= _MAX_SHOWN else f"{answer[:_MAX_SHOWN]}...")
-
-
-def _in_box(answer: str) -> str:
-    return rf"\boxed{{{answer}}}"
-
-
-def _in_tags(answer: str) -> str:
-    return f"<think>\n\n</think>\n<answer>{_in_box(answer)}</answer>"
-
-
-def _as_it_is(answer: str) -> str:
-    return answer
-
-
-def _after_hashes(answer: str) -> str:
-    return f"#### {answer}"

@@ -16,11 +16,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, Self, SupportsFloat, TypeVar
+from typing import Self, SupportsFloat, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -188,14 +187,13 @@ class Grader:
             memory_mib=self._settings.memory_mib,
         )
         self._threads = anyio.CapacityLimiter(self._settings.num_workers)
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._processes)
+        await self._processes.__aenter__()
         return self
 
-    async def __aexit__(self, *exc_info: Any) -> bool | None:
-        return await self._stack.__aexit__(*exc_info)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._processes.__aexit__()
 
     async def ready(self) -> None:
         """Start what a function of the user's runs in, once.
@@ -268,7 +266,9 @@ class Grader:
                 failures.append(error)
             else:
                 verdict = "equal to" if same else "different from"
-                return Reward(float(same), answer, f"math-verify: {verdict} the reference answer")
+                return Reward(
+                    float(bool(same)), answer, f"math-verify: {verdict} the reference answer"
+                )
         reason = f"math-verify: {failures[-1]} ({len(failures)} tries)"
         if sum(not failure.from_outside for failure in failures) < 2:
             return Reward(None, answer, reason)
@@ -289,13 +289,14 @@ class Grader:
         return Reward(float(solved), answer, f"reasoning-gym: {reason}")
 
     async def _ask_process(self, trajectory: Trajectory, task: Task) -> Reward:
+        name, timeout_s = self._settings.function, self._settings.timeout_s
+        arguments = f"{_USER_FUNCTION}:call", name, trajectory, task
         try:
-            verdict = await self._call(
-                f"{_USER_FUNCTION}:call", self._settings.function, trajectory, task
-            )
+            call = partial(self._processes.call, *arguments, timeout_s=timeout_s)
+            verdict = await self._retry(call)
         except CallFailed as error:
-            raise RewardError(f"{self._settings.function}: task {task.id}: {error}") from error
-        return _reward(verdict, self._settings.function, task)
+            raise RewardError(f"{name}: task {task.id}: {error}") from error
+        return _reward(verdict, name, task)
 
     async def _ask_function(
         self, function: RewardFunction, trajectory: Trajectory, task: Task
@@ -303,7 +304,7 @@ class Grader:
         name = getattr(function, "__qualname__", repr(function))
         timeout_s = self._settings.timeout_s
 
-        async def attempt() -> Verdict:
+        async def attempt() -> object:
             try:
                 with anyio.fail_after(timeout_s) as deadline:
                     return await self._call_function(function, trajectory, task)
@@ -321,23 +322,15 @@ class Grader:
 
     async def _call_function(
         self, function: RewardFunction, trajectory: Trajectory, task: Task
-    ) -> Verdict:
-        result: Any
+    ) -> object:
+        ask_it = partial(ask, function, trajectory, task)
         if inspect.iscoroutinefunction(function):
-            result = ask(function, trajectory, task)
+            result = ask_it()
         else:
-            ask_it = partial(ask, function, trajectory, task)
             result = await anyio.to_thread.run_sync(
                 ask_it, abandon_on_cancel=True, limiter=self._threads
             )
-        verdict: Verdict = await result if inspect.isawaitable(result) else result
-        return verdict
-
-    async def _call(self, function: str, *arguments: object) -> object:
-        timeout_s = self._settings.timeout_s
-        return await self._retry(
-            partial(self._processes.call, function, *arguments, timeout_s=timeout_s)
-        )
+        return await result if inspect.isawaitable(result) else result
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of the first attempt that succeeds."""

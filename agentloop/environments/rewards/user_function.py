@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from agentloop.environments.tasks.task import Task, line_of, problem_text
 from agentloop.errors import RewardError, SettingsError, summary_of
@@ -23,7 +23,7 @@ from agentloop.trajectory import Trajectory
 
 __all__ = ["ask", "call", "check"]
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 _FORMS = (
     "(trajectory, task), verl's (data_source, solution_str, ground_truth, extra_info) and TRL's "
@@ -167,7 +167,9 @@ def _call_trl(function: Function, trajectory: Trajectory, task: Task) -> object:
 
 
 async def _await_trl(
-    function: Function, first: Mapping[str, object], further: Sequence[Mapping[str, object]]
+    function: Callable[..., Awaitable[object]],
+    first: Mapping[str, object],
+    further: Sequence[Mapping[str, object]],
 ) -> object:
     try:
         return _reward_of_trl(await function(**first))  # no deadline: the caller has one

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import pydantic
+
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import DataError
-from agentloop.plain_json import JsonObject
 
 __all__ = ["MixedTasks", "WeightedTurns", "of_environment"]
 
@@ -41,6 +42,14 @@ class WeightedTurns:
         chosen = max(self.credit, key=lambda name: self.credit[name])
         self.credit[chosen] -= sum(self._weights.values())
         return chosen
+
+
+class _Places(pydantic.BaseModel):
+    """The places in several sources, as a cursor has them."""
+
+    envs: dict[str, dict[str, object]] = pydantic.Field(default_factory=dict)
+    credit: dict[str, float] = pydantic.Field(default_factory=dict)
+    weights: dict[str, float] = pydantic.Field(default_factory=dict)
 
 
 class MixedTasks(TaskSource):
@@ -109,7 +118,7 @@ class MixedTasks(TaskSource):
         """The digests of all sources."""
         return " ".join(f"{name}={source.fingerprint}" for name, source in self._sources.items())
 
-    def cursor(self) -> JsonObject:
+    def cursor(self) -> dict[str, object]:
         """Return the positions in all sources and whose turn is next, as JSON-compatible data."""
         return {
             "envs": {name: source.cursor() for name, source in self._sources.items()},
@@ -117,13 +126,14 @@ class MixedTasks(TaskSource):
             "weights": self._weights,
         }
 
-    def go_to(self, cursor: JsonObject) -> None:
+    def go_to(self, cursor: Mapping[str, object]) -> None:
         """Continue from a cursor. The weights may have changed since.
 
         Raises:
             DataError: The cursor belongs to other environments or other tasks.
         """
-        before = cursor.get("envs", {})
+        places = _Places.model_validate(cursor)
+        before = places.envs
         if before.keys() != self._sources.keys():
             raise DataError(
                 f"envs: the run has {', '.join(before) or 'a single environment'}, not "
@@ -135,8 +145,8 @@ class MixedTasks(TaskSource):
             except DataError as error:
                 raise DataError(f"envs: {name}: {error}") from error
         # Credit is in units of the weights.
-        scale = sum(self._weights.values()) / sum(cursor["weights"].values())
-        self._turns.credit = {name: scale * cursor["credit"][name] for name in self._sources}
+        scale = sum(self._weights.values()) / sum(places.weights.values())
+        self._turns.credit = {name: scale * places.credit[name] for name in self._sources}
 
 
 def of_environment(task: Task, name: str) -> Task:

@@ -358,7 +358,7 @@ def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task
         raise DataError(f"{where}: expected an object, got {describe(row)}{array}")
     named, prompt = _first(row, "problem", settings.fields.problems, where)
     is_text = isinstance(prompt, str)
-    question = prompt if is_text else _question(prompt, f"{where}: field {named!r}")
+    question = prompt if isinstance(prompt, str) else _question(prompt, f"{where}: field {named!r}")
     if not question.strip():
         raise DataError(f"{where}: field {named!r} is empty")
     extra = row.get("extra_info")
@@ -374,12 +374,12 @@ def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task
     level = level_of(row.get("level"), where)
     own_source = str(row.get("data_source") or row.get("source") or "")
     fields = plain_fields({named: prompt, "extra_info": extra or {}}, where)
-    prompt, extra = fields.values()
-    messages = [] if is_text else prompt
+    plain, extra = fields.values()
+    messages = [] if is_text else plain
     system_texts = [message["content"] for message in messages if message["role"] == "system"]
     return Task(
-        id=row_digest(prompt, answer, [own_source, level, system_texts, extra]),
-        prompt=prompt_of(prompt, settings) if is_text else prompt,
+        id=row_digest(plain, answer, [own_source, level, system_texts, extra]),
+        prompt=prompt_of(plain, settings) if is_text else plain,
         answer=answer,
         source=own_source or source,
         level=level,
@@ -388,7 +388,9 @@ def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task
     )
 
 
-def _first(row: Mapping[str, Any], field: str, names: Sequence[str], where: str) -> tuple[str, Any]:
+def _first(
+    row: Mapping[str, object], field: str, names: Sequence[str], where: str
+) -> tuple[str, object]:
     for name in names:
         if (value := _value(row, name)) is not None:
             return name, value

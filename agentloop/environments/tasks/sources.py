@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from random import Random
-from typing import Any, Self
+from typing import Self, cast
+
+import pydantic
 
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.rows import (
@@ -32,7 +34,6 @@ from agentloop.environments.tasks.task import (
     task_of,
 )
 from agentloop.errors import AgentLoopError, DataError, SettingsError, summary_of
-from agentloop.plain_json import JsonObject
 
 __all__ = [
     "Task",
@@ -51,6 +52,13 @@ _GENERATED_SHARE = 1 / 8
 _MAX_MISSES = 1000
 
 
+class _Place(pydantic.BaseModel):
+    """The place in a source, as a cursor has it."""
+
+    epoch: int
+    position: int
+
+
 class TaskSource(ABC):
     """An endless iterator over the training tasks, with a list of held-out tasks.
 
@@ -67,7 +75,7 @@ class TaskSource(ABC):
     @staticmethod
     def open(
         settings: TasksSettings | None = None,
-        cursor: JsonObject | None = None,
+        cursor: Mapping[str, object] | None = None,
         *,
         function: Callable[[Random], object] | Iterable[object] | None = None,
         held_out: Callable[[Random], object] | Iterable[object] | None = None,
@@ -166,22 +174,23 @@ class TaskSource(ABC):
     def fingerprint(self) -> str:
         """A digest that is equal for the same tasks in the same order."""
 
-    def cursor(self) -> JsonObject:
+    def cursor(self) -> dict[str, object]:
         """Return the position in the current epoch, as JSON-compatible data."""
         return {
             "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
         }  # fmt: skip
 
-    def go_to(self, cursor: JsonObject) -> None:
+    def go_to(self, cursor: Mapping[str, object]) -> None:
         """Continue from a cursor.
 
         Raises:
             DataError: The cursor belongs to other tasks.
         """
         self._check(cursor)
-        self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
+        place = _Place.model_validate(cursor)
+        self._epoch, self._position = place.epoch, place.position
 
-    def _check(self, cursor: dict[str, object]) -> None:
+    def _check(self, cursor: Mapping[str, object]) -> None:
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "tasks: they are not those that the run began with: use the same files, unchanged, "
@@ -246,8 +255,9 @@ class TaskList:
     def __init__(self, function: Callable[..., Iterable[object]]) -> None:
         self.function = function
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.function())
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
+        # `task_of` checks what the user's function has made.
+        return cast(Iterator[Mapping[str, object]], iter(self.function()))
 
 
 def _of_environment(
@@ -335,10 +345,10 @@ class _SplitTasks(TaskSource):
     def fingerprint(self) -> str:
         return task_digest(f"{self._training.fingerprint} {' '.join(self._held_out)}")
 
-    def cursor(self) -> JsonObject:
+    def cursor(self) -> dict[str, object]:
         return {**self._training.cursor(), "fingerprint": self.fingerprint}
 
-    def go_to(self, cursor: dict[str, object]) -> None:
+    def go_to(self, cursor: Mapping[str, object]) -> None:
         self._check(cursor)
         self._training.go_to({**cursor, "fingerprint": self._training.fingerprint})
 

@@ -16,11 +16,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypedDict
 
 from agentloop.agent.formats.values import decode_call
 from agentloop.agent.sandbox_tools import PythonCode
+from agentloop.agent.tools import Schema
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
-from agentloop.plain_json import JsonObject
+from agentloop.trajectory import Message
 
 __all__ = ["dialogues", "lessons"]
 
@@ -44,6 +46,13 @@ _CALLS = {
 }
 _UNKNOWN = ("python", "calculator", "run_code")
 _MAX_CALLS = 4
+
+
+class TaughtDialogue(TypedDict):
+    """A dialogue, as `agentloop sft` reads it."""
+
+    messages: list[Message]
+    tools: list[Schema]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class _Sum:
         return _Sum(self.first, (*before, (other_sign, number)))
 
 
-def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[JsonObject]:
+def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[TaughtDialogue]:
     """Yield `count` dialogues about problems of these levels that no run holds out.
 
     Held-out problems, when given as a number, come from an eighth of all problems, which is
@@ -83,7 +92,7 @@ def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[Jso
     yield from dialogues(itertools.islice(TaskSource.open(settings), count), seed=seed)
 
 
-def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[JsonObject]:
+def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[TaughtDialogue]:
     """Yield {"messages": [...], "tools": [...]} for each task of the kind `arithmetic`.
 
     The same task and seed give the same dialogue.
@@ -91,7 +100,10 @@ def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[JsonObject]:
     for task in tasks:
         assert isinstance(task.prompt, str)
         rng = Random(f"{seed} {task.id} {task.prompt}")
-        messages = [{"role": "user", "content": task.prompt}, *_turns(_parse(task.prompt), rng)]
+        messages: list[Message] = [
+            {"role": "user", "content": task.prompt},
+            *_turns(_parse(task.prompt), rng),
+        ]
         yield {"messages": messages, "tools": [PythonCode.schema]}
 
 
@@ -101,7 +113,7 @@ def _parse(text: str) -> _Sum:
     return _Sum(first, tuple(zip(signs, numbers, strict=True)))
 
 
-def _turns(problem: _Sum, rng: Random) -> Iterator[dict[str, str]]:
+def _turns(problem: _Sum, rng: Random) -> Iterator[Message]:
     for attempt in range(_MAX_CALLS):
         kind = rng.choices(list(_CALLS), list(_CALLS.values()))[0]
         sum_ = problem.with_other_operation(rng) if kind == "wrong" else problem

@@ -18,8 +18,8 @@ import anyio
 import orjson
 
 from agentloop.sandbox.computer.guest import CHUNK_BYTES, HEADER
+from agentloop.sandbox.computer.guest_files import GuestFrame
 from agentloop.sandbox.errors import ComputerLost
-from agentloop.sandbox.protocol import JsonObject
 
 MAX_FRAME_BYTES = 64 << 20
 OOM_NOTICE_S = 2.0
@@ -37,7 +37,7 @@ class PendingRequest:
     def __init__(self, id: int, on_output: Callable[[int, bytes], None]) -> None:
         self.id = id
         self.on_output = on_output
-        self.done: JsonObject | None = None
+        self.done: GuestFrame | None = None
         self.acks = 0
         self._changed = anyio.Event()
 
@@ -142,7 +142,7 @@ class ComputerChannel(asyncio.Protocol):
     def close(self, request: PendingRequest) -> None:
         self._requests.pop(request.id, None)
 
-    def send(self, message: JsonObject, data: bytes = b"") -> None:
+    def send(self, message: GuestFrame, data: bytes = b"") -> None:
         """Send a frame. Raises ComputerLost."""
         self.check()
         if self.disconnected.is_set():
@@ -158,7 +158,7 @@ class ComputerChannel(asyncio.Protocol):
                 raise ComputerEnded(5, f"the computer was ended: {self.why}")
             raise ComputerLost(f"the computer was lost: {self.why}")
 
-    def _handle(self, message: JsonObject, payload: bytes) -> None:
+    def _handle(self, message: GuestFrame, payload: bytes) -> None:
         if message["op"] == "ready":
             self.ready_or_lost.set()
             return
@@ -174,7 +174,7 @@ class ComputerChannel(asyncio.Protocol):
                 request.done = message
         request.notify()
 
-    async def until_done(self, request: PendingRequest) -> JsonObject:
+    async def until_done(self, request: PendingRequest) -> GuestFrame:
         """Wait for the end of a request. Raises ComputerLost."""
         while request.done is None:
             self.check()
@@ -190,13 +190,13 @@ class FileRequest:
         OSError: what the child could not do, with the path inside.
     """
 
-    def __init__(self, channel: ComputerChannel, kind: str, user: str, **fields: object) -> None:
+    def __init__(self, channel: ComputerChannel, user: str, request: GuestFrame) -> None:
         self._channel = channel
         self._request = channel.open(self._take)
         self._chunks: list[bytes] = []
         self._error = bytearray()
         self._num_sent = 0
-        channel.send({"op": "file", "id": self._request.id, "kind": kind, "user": user, **fields})
+        channel.send({**request, "op": "file", "id": self._request.id, "user": user})
 
     def _take(self, stream: int, data: bytes) -> None:
         if stream == 1:

@@ -9,7 +9,7 @@ import anyio
 
 from agentloop.sandbox.computer.channel import ComputerChannel, ComputerEnded
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.computer.guest_files import GuestFrame
 from agentloop.sandbox.results import CallStatus
 
 
@@ -93,7 +93,7 @@ class Command:
         self._num_fed = 0
 
     async def until_ended(
-        self, begin: JsonObject, text: bytes, stop: Sequence[tuple[JsonObject, float]]
+        self, begin: GuestFrame, text: bytes, stop: Sequence[tuple[GuestFrame, float]]
     ) -> CommandResult:
         """Run it, and return how it ended.
 
@@ -124,7 +124,8 @@ class Command:
                 # Its programs have taken all of its time.
                 channel.lose("its first process did not answer", by_program=True)
                 channel.check()
-            done = request.done or {}
+            assert request.done is not None  # else `check` has raised
+            done = request.done
         except ComputerEnded as error:
             done = {"status": 137, "oom": False, "ended": True, "error": error.strerror}
         except BaseException:
@@ -167,7 +168,7 @@ class Command:
                 self._chunks = None
                 self._send({"op": "eof"})
 
-    def _send(self, message: JsonObject, data: bytes = b"") -> None:
+    def _send(self, message: GuestFrame, data: bytes = b"") -> None:
         self._channel.send({**message, "id": self._request.id}, data)
 
 

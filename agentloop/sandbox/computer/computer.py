@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Unpack
 from urllib.parse import urlsplit
 
 import aiodocker
@@ -32,13 +32,13 @@ from agentloop.sandbox.computer.changes import ADDED
 from agentloop.sandbox.computer.channel import FileRequest
 from agentloop.sandbox.computer.command import Command, CommandResult
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
+from agentloop.sandbox.computer.guest_files import GuestFrame
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.place import ComputerPlace
 from agentloop.sandbox.computer.proxy import PathProxy, relay, serving
 from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ComputerLost, SandboxUnavailable
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import MAX_CODE_BYTES
 
 KEPT_BYTES = 32 << 10
@@ -72,7 +72,7 @@ class ComputerShell:
 
     def __init__(self, box: Computer, user: str, workdir: str, env: Mapping[str, str]) -> None:
         self._box = box
-        self._start = {"user": user, "cwd": workdir, "env": dict(env)}
+        self._start: GuestFrame = {"user": user, "cwd": workdir, "env": dict(env)}
         self._id = next(_shell_ids)
         self._lock = anyio.Lock()
 
@@ -104,11 +104,14 @@ class ComputerShell:
         async with self._lock:  # no deadline: each command has one
             channel = self._box._machine.channel
             run = Command(channel, timeout_s, max_output_bytes, KEPT_BYTES, on_output)
-            shell: JsonObject = {"shell": self._id}
-            stop = [({"op": "signal", "stage": stage, **shell}, time_s) for stage, time_s in STAGES]
+            stop: list[tuple[GuestFrame, float]] = [
+                ({"op": "signal", "stage": stage, "shell": self._id}, time_s)
+                for stage, time_s in STAGES
+            ]
             is_ended = True  # unless it returns
             try:
-                result = await run.until_ended({"op": "run", **shell, **self._start}, text, stop)
+                begin: GuestFrame = {"op": "run", "shell": self._id, **self._start}
+                result = await run.until_ended(begin, text, stop)
                 is_ended = result.shell_ended
                 return result
             finally:
@@ -216,7 +219,7 @@ class Computer:
             raise ValueError(
                 f"command: {command!r:.100} is no list of a program and its arguments, without NULs"
             )
-        begin: JsonObject = {"op": "file", "kind": "execute", "user": user or self.user}
+        begin: GuestFrame = {"op": "file", "kind": "execute", "user": user or self.user}
         begin |= {"argv": list(command), "cwd": self._absolute(workdir or ""), "env": variables}
         limits = timeout_s, max_output_bytes, kept_bytes or max_output_bytes
         run = Command(self._machine.channel, *limits, stdin=stdin)
@@ -249,7 +252,7 @@ class Computer:
             ComputerLost: the computer is gone.
         """
         data = bytearray()
-        async with self._file("read", user, path=self._absolute(path), max_bytes=max_bytes) as file:
+        async with self._file(user, kind="read", path=path, max_bytes=max_bytes) as file:
             file.end_data()
             async for chunk in file.chunks():  # no deadline: each chunk has one
                 data += chunk
@@ -259,14 +262,14 @@ class Computer:
         self, path: str, data: bytes, *, mode: int | None = None, user: str | None = None
     ) -> None:
         """Write a file, and make its directories. Raises OSError, ComputerLost."""
-        async with self._file("write", user, path=self._absolute(path), mode=mode) as file:
+        async with self._file(user, kind="write", path=path, mode=mode) as file:
             await file.feed(data)
             await file.finish()
 
     async def remove(self, *paths: str, user: str | None = None) -> None:
         """Remove files, and directories with what is in them; links are not followed."""
         absolute = [self._absolute(path) for path in paths]
-        async with self._file("remove", user, paths=absolute) as file:
+        async with self._file(user, kind="remove", paths=absolute) as file:
             await file.finish()
 
     async def put(
@@ -290,7 +293,7 @@ class Computer:
                 await anyio.to_thread.run_sync(pack_folder, source, tar, max_bytes)
                 await self.put(tar, path, max_bytes=max_bytes, user=user)
             return
-        async with self._file("unpack", user, path=self._absolute(path)) as file:
+        async with self._file(user, kind="unpack", path=path) as file:
             num_bytes = 0
             while data := await anyio.to_thread.run_sync(source.read, CHUNK_BYTES):
                 num_bytes += len(data)
@@ -326,7 +329,7 @@ class Computer:
         self, path: str, target: IO[bytes], *, max_bytes: int, user: str | None = None
     ) -> None:
         """Write a tar of a folder's contents, or of a file, to an open file."""
-        async with self._file("pack", user, path=self._absolute(path)) as file:
+        async with self._file(user, kind="pack", path=path) as file:
             file.end_data()
             await _copy(file, target, max_bytes)
 
@@ -335,9 +338,11 @@ class Computer:
 
     @asynccontextmanager
     async def _file(
-        self, kind: str, user: str | None, **fields: object
+        self, as_user: str | None, **request: Unpack[GuestFrame]
     ) -> AsyncIterator[FileRequest]:
-        file = FileRequest(self._machine.channel, kind, user or self.user, **fields)
+        if "path" in request:
+            request["path"] = self._absolute(request["path"])
+        file = FileRequest(self._machine.channel, as_user or self.user, request)
         try:
             yield file
         finally:
@@ -404,7 +409,7 @@ class Computer:
         channel = self._machine.channel
         channel.send({"op": "freeze"})
         try:
-            async with self._file("pack_changes", "root") as file:
+            async with self._file("root", kind="pack_changes") as file:
                 await file.feed(await self._list_changes(keep))
                 file.end_data()
                 yield file
@@ -453,7 +458,7 @@ class Computer:
         await self._apply(snapshot)
 
     async def _apply(self, snapshot: Snapshot) -> None:
-        async with self._file("apply_changes", "root") as file:
+        async with self._file("root", kind="apply_changes") as file:
             with snapshot.path.open("rb") as source:
                 while data := source.read(CHUNK_BYTES):
                     await file.feed(data)
@@ -476,7 +481,10 @@ class Computer:
         spec = self._machine.spec
         machine = await self._place.take(spec)
         async with open_computer(self._place, machine, self.user, self.workdir, self.env) as box:
-            async with self._changes(keep) as source, box._file("apply_changes", "root") as target:
+            async with (
+                self._changes(keep) as source,
+                box._file("root", kind="apply_changes") as target,
+            ):
                 num_bytes = 0
                 async for data in source.chunks():  # no deadline: each chunk has one
                     num_bytes += len(data)

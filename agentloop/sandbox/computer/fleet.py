@@ -9,16 +9,13 @@ For each of the last images, machines are kept ready for a while after one was l
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
 
 import aiodocker
 import aiohttp
@@ -28,18 +25,18 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.computer.images import (
     BUILT_LABEL,
+    FillFile,
     bound_images,
     mark_used,
     name_image,
 )
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
 from agentloop.sandbox.computer.toolbox import make_toolbox
-from agentloop.sandbox.container import LABEL, ContainerEngine
+from agentloop.sandbox.container import LABEL, ContainerEngine, ImageConfig, inspect_image
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import Overloaded, ProgramUnsupported, SandboxUnavailable
 from agentloop.sandbox.image.build import has_image, run_build
-from agentloop.sandbox.owner import make_dir, remove_tree
-from agentloop.sandbox.program import inspect_image
+from agentloop.sandbox.owner import removed_at_end, unique_id
 from agentloop.sandbox.settings import PoolSettings
 
 log = logging.getLogger("sandbox")
@@ -49,10 +46,7 @@ MAX_WARM_SPECS = 8
 UNUSED_S = 120.0
 WATCH_EVERY_S = 2.0
 DISK_STEP_BYTES = 64 << 20
-MEASURE_TIMEOUT_S, PULL_TIMEOUT_S = 30.0, 900.0
-
-_token = secrets.token_hex(3)
-_numbers = itertools.count()
+MEASURE_TIMEOUT_S, PULL_TIMEOUT_S, BUILD_TIMEOUT_S = 30.0, 900.0, 600.0
 
 
 class _Stock:
@@ -63,7 +57,7 @@ class _Stock:
         num_starting: how many are on their way.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: ImageConfig) -> None:
         self.config = config
         self.ready: list[ComputerMachine] = []
         self.num_wanted = 0
@@ -120,9 +114,7 @@ class Fleet:
             await stock.changed.wait()  # no deadline: each start has one
             stock.raise_failure()
 
-    async def ensure_image(
-        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
-    ) -> None:
+    async def ensure_image(self, name: str, fill: FillFile) -> None:
         """Build an image, unless the engine has it, of a tar that `fill` writes into a file."""
         docker = self.engine.docker
         async with self._building:  # no deadline: each build has one
@@ -135,7 +127,7 @@ class Fleet:
                     if name != await anyio.to_thread.run_sync(name_image, context):
                         raise SandboxUnavailable(f"the folder of {name} is not what it was")
                     context.seek(0)
-                    await run_build(docker, context, name, {}, timeout_s, label=BUILT_LABEL)
+                    await run_build(docker, context, name, {}, BUILD_TIMEOUT_S, label=BUILT_LABEL)
                 await bound_images(docker, self._settings.built_images_gib * (1 << 30))
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
@@ -160,14 +152,29 @@ class Fleet:
             self._room.release()
             raise
 
+    @asynccontextmanager
+    async def alone(self, spec: ComputerSpec, timeout_s: float) -> AsyncIterator[ComputerMachine]:
+        """Start a machine that counts as none, and of which no other waits ready.
+
+        Raises as `take`, and SandboxUnavailable if it has not been started in time.
+        """
+        with anyio.move_on_after(timeout_s) as start:
+            machine = await self._take(spec, num_warm=0)
+        if start.cancelled_caught:
+            raise SandboxUnavailable("its container was not started in time")
+        try:
+            yield machine
+        finally:
+            machine.channel.lose("it was closed")
+
     def give_back(self, machine: ComputerMachine) -> None:
         """End a machine; its container is removed meanwhile."""
         machine.channel.lose("it was closed")
         self._room.release()
 
-    async def _take(self, spec: ComputerSpec) -> ComputerMachine:
+    async def _take(self, spec: ComputerSpec, num_warm: int = NUM_WARM) -> ComputerMachine:
         stock = await self._stock(spec)
-        stock.num_wanted = max(stock.num_wanted, NUM_WARM)
+        stock.num_wanted = max(stock.num_wanted, num_warm)
         stock.num_waiting += 1
         try:
             self._fill(spec, stock)
@@ -195,7 +202,7 @@ class Fleet:
         stock.used_at = anyio.current_time()
         return stock
 
-    async def _inspect(self, image: str) -> Mapping[str, Any]:
+    async def _inspect(self, image: str) -> ImageConfig:
         """Return an image's configuration, after pulling it if the engine lacks it."""
         docker = self.engine.docker
         try:
@@ -235,7 +242,7 @@ class Fleet:
 
     async def _live(self, spec: ComputerSpec, stock: _Stock) -> None:
         """Run one machine from its start to its removal."""
-        id = f"{os.getpid()}-{_token}-{next(_numbers)}"
+        id = unique_id()
         is_starting = True
         try:
             async with start_machine(
@@ -334,8 +341,7 @@ async def open_fleet(engine: ContainerEngine, settings: PoolSettings) -> AsyncIt
     Raises:
         SandboxUnavailable: this machine's Python can't be mounted into containers.
     """
-    folder = make_dir()
-    try:
+    with removed_at_end() as folder:
         try:
             await anyio.to_thread.run_sync(make_toolbox, folder / "toolbox")
         except OSError as error:
@@ -349,5 +355,3 @@ async def open_fleet(engine: ContainerEngine, settings: PoolSettings) -> AsyncIt
                 yield fleet
             finally:
                 group.cancel_scope.cancel()
-    finally:
-        remove_tree(folder)

@@ -35,7 +35,7 @@ import tarfile
 import traceback
 from collections.abc import Callable
 
-from agentloop.sandbox.computer.guest_files import FILE_KINDS, PIPE_BYTES, GuestRequest, become
+from agentloop.sandbox.computer.guest_files import FILE_KINDS, PIPE_BYTES, GuestFrame, become
 from agentloop.sandbox.worker.kernel import descendants, parents
 
 HEADER = struct.Struct(">II")
@@ -189,7 +189,7 @@ def start(
 class FileJob:
     """A child that does something with files, or becomes a program."""
 
-    def __init__(self, guest: Guest, request: GuestRequest) -> None:
+    def __init__(self, guest: Guest, request: GuestFrame) -> None:
         self.id = request["id"]
         self.guest = guest
         self._num_oom_kills = count_oom_kills()
@@ -282,7 +282,7 @@ class Shell:
     and programs find no terminal to ask questions on.
     """
 
-    def __init__(self, guest: Guest, request: GuestRequest) -> None:
+    def __init__(self, guest: Guest, request: GuestFrame) -> None:
         self.id, self.guest = request["shell"], guest
         self.run: int | None = None
         self._status = 0
@@ -408,9 +408,9 @@ class Shell:
     def _finish(self, status: int, ended: bool) -> None:
         if self.run is not None:
             is_oom = count_oom_kills() > self._num_kills
-            done = {"op": "done", "id": self.run, "status": status, "ended": ended, "oom": is_oom}
-            self.run = None
-            self.guest.send(done)
+            id, self.run = self.run, None
+            done: GuestFrame = {"op": "done", "id": id, "status": status}
+            self.guest.send({**done, "ended": ended, "oom": is_oom})
 
     def exited(self, status: int) -> None:
         self.pid = 0
@@ -461,7 +461,7 @@ class Guest:
         while True:
             self.loop.step()
 
-    def send(self, message: GuestRequest, data: bytes = b"") -> None:
+    def send(self, message: GuestFrame, data: bytes = b"") -> None:
         body = json.dumps(message).encode()
         self._out.write(HEADER.pack(len(body), len(data)) + body + data)
         if len(self._out.waiting) > MAX_UNSENT_BYTES:
@@ -501,10 +501,10 @@ class Guest:
             try:
                 self._handle(request, payload)
             except OSError as error:  # no process or descriptor is left
-                reply = {"op": "done", "id": request.get("id", 0), "status": 126, "ended": True}
-                self.send({**reply, "oom": False, "error": str(error)})
+                reply: GuestFrame = {"op": "done", "id": request.get("id", 0), "status": 126}
+                self.send({**reply, "ended": True, "oom": False, "error": str(error)})
 
-    def _handle(self, request: GuestRequest, payload: bytes) -> None:
+    def _handle(self, request: GuestFrame, payload: bytes) -> None:
         match request["op"]:
             case "run":
                 if request["shell"] not in self.shells:
@@ -578,8 +578,8 @@ class Guest:
 
     def settle(self, job: FileJob) -> None:
         if job.is_over and self.jobs.pop(job.id, None) is not None:
-            done = {"status": job.status, "oom": job.is_oom, "ended": False}
-            self.send({"op": "done", "id": job.id, **done})
+            done: GuestFrame = {"op": "done", "id": job.id, "status": job.status}
+            self.send({**done, "oom": job.is_oom, "ended": False})
 
 
 def main() -> None:

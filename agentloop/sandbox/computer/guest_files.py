@@ -14,8 +14,8 @@ import shutil
 import stat
 import struct
 import tarfile
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, TypedDict
 
 from agentloop.sandbox.worker.kernel import PR_CAPBSET_DROP, libc, prctl
 
@@ -23,7 +23,28 @@ PIPE_BYTES = 64 << 10
 OWN_CAPS = (8, 24)  # CAP_SETPCAP, CAP_SYS_RESOURCE: of the first process alone
 OOM_SCORE_ADJ = 1000  # the kernel ends these before the first process
 
-GuestRequest: TypeAlias = dict[str, Any]
+
+class GuestFrame(TypedDict, total=False):
+    """The JSON of a frame, either way (guest.py)."""
+
+    op: str
+    id: int
+    shell: int
+    user: str
+    cwd: str
+    env: Mapping[str, str]
+    stage: str
+    stream: int
+    kind: str
+    path: str
+    paths: Sequence[str]
+    max_bytes: int
+    mode: int | None
+    argv: Sequence[str]
+    status: int
+    oom: bool
+    ended: bool
+    error: str | None
 
 
 # -- users --------------------------------------------------------------------------------------
@@ -66,7 +87,8 @@ def become(user: str) -> tuple[str, str]:
         file.write(str(OOM_SCORE_ADJ))
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
-    for number in OWN_CAPS[::-1]:  # the first is needed for the others
+    # Who is not root can get none again. The first of ours is needed for the others.
+    for number in sorted(range(64) if uid else OWN_CAPS, key=OWN_CAPS[0].__eq__):
         prctl(PR_CAPBSET_DROP, number)
     if uid == 0:  # else the kernel takes all capabilities
         _drop_own_caps()
@@ -89,7 +111,7 @@ def _drop_own_caps() -> None:
 # -- files: in children -------------------------------------------------------------------------
 
 
-def read_file(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def read_file(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Write a regular file to `out`. A pipe or a device could give bytes for ever."""
     path = request["path"]
     with open(path, "rb", opener=lambda path, mode: os.open(path, mode | os.O_NONBLOCK)) as file:
@@ -103,7 +125,7 @@ def read_file(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
             raise OSError(27, f"longer than {request['max_bytes']} bytes", path)
 
 
-def write_file(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def write_file(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     path = request["path"]
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
@@ -112,17 +134,17 @@ def write_file(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
             raise OSError(22, "not a regular file", path)
         file.truncate(0)
         shutil.copyfileobj(data, file, PIPE_BYTES)
-        if request.get("mode") is not None:
-            os.fchmod(file.fileno(), request["mode"])
+        if (mode := request.get("mode")) is not None:
+            os.fchmod(file.fileno(), mode)
 
 
-def remove_paths(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def remove_paths(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Remove files, and directories with what is in them; links are not followed."""
     for path in request["paths"]:
         _remove(path)
 
 
-def pack(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def pack(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Write a tar of a folder's contents, or of a single file, to `out`."""
     path = request["path"]
     names = sorted(os.listdir(path)) if os.path.isdir(path) else [""]
@@ -131,13 +153,13 @@ def pack(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
             tar.add(os.path.join(path, name) if name else path, name or os.path.basename(path))
 
 
-def unpack(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def unpack(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Extract a tar into a folder."""
     os.makedirs(request["path"], exist_ok=True)
     _extract(data, request["path"])
 
 
-def pack_changes(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def pack_changes(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Write what has changed since the image: a line of JSON, the paths that are gone, and a tar.
 
     Takes the engine's list of changes: paths, each with what happened (2: removed). A directory
@@ -153,18 +175,18 @@ def pack_changes(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
                 tar.add(path, path.lstrip("/"), recursive=False)
 
 
-def apply_changes(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def apply_changes(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Make the changes that `pack_changes` has written."""
     for path in json.loads(data.readline()):
         _remove(path)
     _extract(data, "/")
 
 
-def execute(request: GuestRequest, data: BinaryIO, out: BinaryIO) -> None:
+def execute(request: GuestFrame, data: BinaryIO, out: BinaryIO) -> None:
     """Become a program. Where that fails, it ends with the numbers that shells have for it."""
     _, _, _, home, login = find_user(request["user"])
     env = {**os.environ, "HOME": home, "USER": login, "LOGNAME": login, **request["env"]}
-    program, *_ = argv = request["argv"]
+    program, *_ = argv = list(request["argv"])
     try:
         os.chdir(request["cwd"])
         os.execvpe(program, argv, env)
@@ -199,7 +221,7 @@ def _remove(path: str) -> None:
             os.unlink(path)
 
 
-FILE_KINDS: dict[str, Callable[[GuestRequest, BinaryIO, BinaryIO], None]] = {
+FILE_KINDS: dict[str, Callable[[GuestFrame, BinaryIO, BinaryIO], None]] = {
     "read": read_file,
     "write": write_file,
     "remove": remove_paths,

@@ -14,10 +14,9 @@ from agentloop.sandbox.computer.channel import FILE_STALL_S, OOM_NOTICE_S
 from agentloop.sandbox.computer.computer import MAX_FOLDER_BYTES
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.proxy import ENDED, relay
-from agentloop.sandbox.computer.remote import SocketBytes, carry
+from agentloop.sandbox.computer.remote import HostReply, SocketBytes, carry
 from agentloop.sandbox.errors import SandboxError
 from agentloop.sandbox.pool import Pool
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.remote import HEARTBEAT_S
 
 REQUEST_TIMEOUT_S = 30.0
@@ -61,7 +60,7 @@ class ComputerHost:
                 await socket.send_json({"changes": changes})
             case "build":
                 fleet, fill = await self._pool.open_fleet(), partial(_receive_tar, socket)
-                await fleet.ensure_image(request["name"], fill, float(request["timeout_s"]))
+                await fleet.ensure_image(request["name"], fill)
                 await socket.send_json({})
 
     async def _take(self, socket: web.WebSocketResponse, spec: ComputerSpec) -> None:
@@ -70,8 +69,8 @@ class ComputerHost:
         fleet, key = await self._pool.open_fleet(), secrets.token_urlsafe(16)
         machine = self._machines[key] = await fleet.take(spec)
         try:
-            about: JsonObject = {"name": machine.name, "image": machine.spec.image}
-            await socket.send_json({"key": key, **about, "config": dict(machine.config)})
+            about: HostReply = {"key": key, "name": machine.name, "image": machine.spec.image}
+            await socket.send_json({**about, "config": machine.config})
             near, channel = SocketBytes(socket, half_closes=False), machine.channel
             await carry(near, channel.hand_over())
             if near.end is None:  # the computer has ended, and not the client

@@ -8,12 +8,13 @@ since whoever uses it names it anew; so the bound holds for all processes togeth
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import aiodocker
 import aiohttp
@@ -29,6 +30,9 @@ IMAGE_NAME = "agentloop-task"
 BUILT_LABEL = f"{LABEL}.built"
 ENGINE_TIMEOUT_S = 60.0
 LEAST_KEPT = timedelta(minutes=10)  # until a computer is started of it
+
+FillFile = Callable[[IO[bytes]], Awaitable[object]]
+"""Writes the tar that an image is built of into a file."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def next_to_remove(
 def name_image(context: IO[bytes]) -> str:
     """Return the name of the image that is built of a tar; the same contents have the same."""
     context.seek(0)
-    digest = hashlib.file_digest(cast(Any, context), "sha256")
+    digest = hashlib.file_digest(cast(io.BufferedReader, context), "sha256")
     return f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
 
 
@@ -97,14 +101,11 @@ async def _list(docker: aiodocker.Docker) -> list[BuiltImage]:
     usage = await docker._query_json("system/df", params={"type": "image"})
     for image in usage["Images"] or []:
         names = tuple(image["RepoTags"] or ())
-        if BUILT_LABEL not in (image["Labels"] or {}) or not _are_ours(names):
+        are_ours = bool(names) and all(name.startswith(f"{IMAGE_NAME}:") for name in names)
+        if BUILT_LABEL not in (image["Labels"] or {}) or not are_ours:
             continue
         num_bytes = image["Size"] - max(0, image["SharedSize"])
         state = await docker.images.inspect(names[0])
         used_at = datetime.fromisoformat(state["Metadata"]["LastTagTime"])
         images.append(BuiltImage(names, num_bytes, used_at, image["Containers"] > 0))
     return images
-
-
-def _are_ours(names: Sequence[str]) -> bool:
-    return bool(names) and all(name.startswith(f"{IMAGE_NAME}:") for name in names)

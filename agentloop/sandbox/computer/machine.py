@@ -21,15 +21,15 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 from aiodocker.containers import DockerContainer
+from aiodocker.types import JSONObject
 from anyio.abc import ByteStream, SocketListener, TaskGroup
 
 from agentloop.sandbox.backend import read_profile
@@ -46,17 +46,21 @@ from agentloop.sandbox.computer.proxy import (
 )
 from agentloop.sandbox.container import (
     NEVER_ENDED,
+    SCRATCH,
     ContainerEngine,
+    ImageConfig,
     create_container,
     lose_at_end,
+    mount,
     walls,
 )
 from agentloop.sandbox.errors import SandboxUnavailable
-from agentloop.sandbox.owner import make_dir
-from agentloop.sandbox.protocol import JsonObject
+from agentloop.sandbox.owner import removed_at_end
 from agentloop.sandbox.settings import PoolSettings
 
 SOCKET_FOLDER = "/run/agentloop/socket"
+FOLDER = "/agent"
+"""Where a program finds the folder that it is given."""
 CAPS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETFCAP", "SETGID", "SETUID", "KILL"),
     *("NET_BIND_SERVICE", "SYS_CHROOT"),
@@ -140,6 +144,18 @@ class ComputerSpec:
         return AllowList.parse(self.network) if self.network.startswith(PREFIX) else None
 
 
+@dataclass(frozen=True)
+class ProgramSpec(ComputerSpec):
+    """The start of a computer for one program (sandbox/program.py), never on a host.
+
+    Attributes:
+        folder: a folder of this machine, which is mounted read-only.
+    """
+
+    folder: Path | None
+    is_read_only: bool
+
+
 @dataclass(frozen=True, eq=False)
 class ComputerMachine:
     """A container with its first process; it is removed when its channel is lost.
@@ -156,7 +172,7 @@ class ComputerMachine:
     channel: ComputerChannel
     tasks: TaskGroup
     name: str
-    config: Mapping[str, Any]
+    config: ImageConfig
     connect: Callable[[int], AbstractAsyncContextManager[ByteStream]]
     listen: Callable[[int], Awaitable[SocketListener]]
     list_changes: Callable[[], Awaitable[list[Change]]]
@@ -168,14 +184,20 @@ def machine_config(
     folder: Path,
     tools: Path,
     caps: tuple[str, ...] = (),
-) -> JsonObject:
+) -> JSONObject:
     """Return the container of a computer, in the Engine's words.
 
     Args:
         caps: further capabilities of the first process.
     """
     limits = spec.limits
-    common = walls(settings, limits.memory_mib << 20, limits.processes)
+    memory, profile = limits.memory_mib << 20, read_computer_profile()
+    mounts = [mount(folder, SOCKET_FOLDER), mount(tools, toolbox.INSIDE)]
+    own: JSONObject = {}
+    if isinstance(spec, ProgramSpec):
+        scratch = f"exec,nosuid,nodev,size={memory},mode=1777"
+        own = {"ReadonlyRootfs": spec.is_read_only, "Tmpfs": {SCRATCH: scratch}}
+        mounts += [mount(spec.folder, FOLDER)] if spec.folder else []
     return {
         "Image": spec.image,
         "Entrypoint": toolbox.command(f"{SOCKET_FOLDER}/computer"),
@@ -185,23 +207,19 @@ def machine_config(
         "Hostname": "computer",
         "Env": ENVIRONMENT if spec.allowed else [],
         "Healthcheck": {"Test": ["NONE"]},
-        "HostConfig": common
-        | {
+        "HostConfig": {
+            **walls(settings, memory, limits.processes, f"seccomp={profile}"),
             "ReadonlyRootfs": False,
             # The first process raises the score of all others, and they can't lower it.
             **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
             "CapAdd": [*CAPS, *caps],
-            "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_computer_profile()}"],
             "NanoCpus": int(limits.cpus * 1e9),
             "NetworkMode": "none" if spec.allowed else spec.network,
             "IpcMode": "private",
-            "Mounts": [_mount(folder, SOCKET_FOLDER), _mount(tools, toolbox.INSIDE)],
+            "Mounts": mounts,
+            **own,
         },
     }
-
-
-def _mount(source: Path, target: str) -> JsonObject:
-    return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 
 @asynccontextmanager
@@ -209,7 +227,7 @@ async def start_machine(
     engine: ContainerEngine,
     settings: PoolSettings,
     spec: ComputerSpec,
-    config: Mapping[str, Any],
+    config: ImageConfig,
     tools: Path,
     id: str,
 ) -> AsyncIterator[ComputerMachine]:
@@ -220,51 +238,40 @@ async def start_machine(
         aiodocker.DockerError, OSError: the engine refused it.
     """
     channel = ComputerChannel()
-    outer = make_dir()  # 0700: keeps everybody on the host out
-    try:
+    async with AsyncExitStack() as stack:
+        outer = stack.enter_context(removed_at_end())  # 0700: keeps everybody on the host out
+        stack.callback(channel.lose, "it was closed")
         inner = outer / "socket"
         inner.mkdir(mode=0o755)
         path = inner / "computer"
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            server.setblocking(False)
-            server.bind(str(path))
-            server.listen(2)
-            os.chmod(path, 0o777)
-            container_config = machine_config(spec, settings, inner, tools, engine.caps)
-            async with AsyncExitStack() as stack:
-                # Created only when its turn has come: where we are killed meanwhile, the engine
-                # removes what has been started, and the next pool of this machine the rest.
-                async with engine.starting:  # no deadline: each start has one
-                    container = await stack.enter_async_context(
-                        create_container(engine, container_config, id, "computer")
-                    )
-                    await container.start()
-                    sockets = await _meet(
-                        stack, container, server, channel, settings.start_timeout_s
-                    )
-                if sockets is None or channel.disconnected.is_set():
-                    raise SandboxUnavailable(
-                        f"a computer of {spec.image} did not start: "
-                        f"{channel.why or 'its first process has ended'}"
-                    )
-                server.close()  # before anything else runs inside
-                shutil.rmtree(outer)
-                listener = await sockets.listen(PORT) if spec.allowed else None
-                tasks = await stack.enter_async_context(anyio.create_task_group())
-                stack.callback(tasks.cancel_scope.cancel)
-                if spec.allowed and listener:
-                    proxy = EgressProxy(spec.allowed)
-                    await stack.enter_async_context(serving(tasks, listener, proxy.handle))
-                name = f"agentloop-computer-{id}"
-                changes = partial(list_changes, engine, name)
-                reach = sockets.connect, sockets.listen, changes
-                yield ComputerMachine(spec, channel, tasks, name, config, *reach)
-        finally:
-            server.close()
-    finally:
-        channel.lose("it was closed")
-        shutil.rmtree(outer, ignore_errors=True)
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.setblocking(False)
+        server.bind(str(path))
+        server.listen(2)
+        os.chmod(path, 0o777)
+        container_config = machine_config(spec, settings, inner, tools, engine.caps)
+        # Created only when its turn has come: where we are killed meanwhile, the engine removes
+        # what has been started, and the next pool of this machine the rest.
+        async with engine.starting:  # no deadline: each start has one
+            container = await stack.enter_async_context(
+                create_container(engine, container_config, id, "computer")
+            )
+            await container.start()
+            sockets = await _meet(stack, container, server, channel, settings.start_timeout_s)
+        if sockets is None or channel.disconnected.is_set():
+            reason = channel.why or "its first process has ended"
+            raise SandboxUnavailable(f"a computer of {spec.image} did not start: {reason}")
+        server.close()  # before anything else runs inside
+        shutil.rmtree(outer)
+        listener = await sockets.listen(PORT) if spec.allowed else None
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        stack.callback(tasks.cancel_scope.cancel)
+        if spec.allowed and listener:
+            proxy = EgressProxy(spec.allowed)
+            await stack.enter_async_context(serving(tasks, listener, proxy.handle))
+        name = f"agentloop-computer-{id}"
+        reach = sockets.connect, sockets.listen, partial(list_changes, engine, name)
+        yield ComputerMachine(spec, channel, tasks, name, config, *reach)
 
 
 async def _meet(

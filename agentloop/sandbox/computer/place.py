@@ -37,7 +37,7 @@ class ComputerPlaces:
     def __init__(self, open_fleet: Callable[[], Awaitable[Fleet]]) -> None:
         self.hosts: list[HostPlace] = []
         self._open_fleet = open_fleet
-        self._built: dict[str, tuple[Path, float]] = {}
+        self._built: dict[str, Path] = {}
 
     async def take(self, spec: ComputerSpec) -> tuple[ComputerPlace, ComputerMachine]:
         """Take a machine at the best place, or at the next one if that fails."""
@@ -54,23 +54,22 @@ class ComputerPlaces:
                 failure = error
         raise failure
 
-    async def build_image(self, folder: Path, timeout_s: float) -> str:
+    async def build_image(self, folder: Path) -> str:
         """Build an image at the best place; at others, once a computer of it is taken there."""
         with TemporaryFile() as context:
             name = await anyio.to_thread.run_sync(pack_image, folder, context)
-        self._built[name] = folder, timeout_s
+        self._built[name] = folder
         for place in (await self._in_order(name))[:1]:
             await self._ensure_image(place, name)
         return name
 
     async def _ensure_image(self, place: ComputerPlace, name: str) -> None:
-        if name in self._built:
-            folder, timeout_s = self._built[name]
+        if folder := self._built.get(name):
 
             async def fill(context: IO[bytes]) -> None:
                 await anyio.to_thread.run_sync(pack_image, folder, context)
 
-            await place.ensure_image(name, fill, timeout_s)
+            await place.ensure_image(name, fill)
         place.images.add(name)
 
     async def _in_order(self, image: str) -> list[ComputerPlace]:

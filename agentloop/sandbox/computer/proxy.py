@@ -106,10 +106,13 @@ class GuestSockets:
 
 @asynccontextmanager
 async def serving(
-    group: TaskGroup, listener: SocketListener, handle: Callable[[SocketStream], Awaitable[None]]
+    group: TaskGroup,
+    listener: SocketListener,
+    handle: Callable[[SocketStream], Awaitable[None]],
+    max_connections: int = MAX_CONNECTIONS,
 ) -> AsyncIterator[None]:
     """Handle a bounded number of connections at a time; the end closes them and the listener."""
-    places = anyio.Semaphore(MAX_CONNECTIONS)
+    places = anyio.Semaphore(max_connections)
 
     async def attend(stream: SocketStream) -> None:
         try:

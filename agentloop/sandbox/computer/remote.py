@@ -6,7 +6,7 @@ What follows /v1/computer/, its request, and what the host answers:
                                    {why, by_program}. The computer ends with the connection
     port {key, port}               {}, then bytes both ways; an empty message ends a direction
     changes {key}                  {changes}
-    build {name, timeout_s}        {}, or {missing}: pieces of a tar are each answered with {}, and
+    build {name}                   {}, or {missing}: pieces of a tar are each answered with {}, and
                                    an empty one behind them when the image is built
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +22,7 @@ from pathlib import Path
 from socket import SHUT_WR, socketpair
 from socket import socket as Socket
 from tempfile import TemporaryFile
-from typing import IO, TypeAlias, cast
+from typing import TypeAlias, TypedDict, cast
 
 import aiohttp
 import anyio
@@ -32,21 +32,37 @@ from anyio.abc import ByteStream, SocketListener, TaskGroup, TaskStatus
 
 from agentloop.sandbox.computer.changes import Change
 from agentloop.sandbox.computer.channel import ComputerChannel
+from agentloop.sandbox.computer.images import FillFile
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.proxy import relay
+from agentloop.sandbox.container import ImageConfig
 from agentloop.sandbox.errors import (
     Overloaded,
     ProgramUnsupported,
     SandboxError,
     SandboxUnavailable,
 )
-from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MESSAGE_BYTES, HostBackend
 
 PATH = "/v1/computer"
 REFUSALS = {error.__name__: error for error in (Overloaded, ProgramUnsupported)}
 
 WebSocket: TypeAlias = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
+
+
+class HostReply(TypedDict, total=False):
+    """An answer of the host; `error` and `message` say why there is none."""
+
+    key: str
+    name: str
+    image: str
+    config: ImageConfig
+    changes: list[Change]
+    missing: bool
+    why: str
+    by_program: bool
+    error: str
+    message: str
 
 
 class SocketBytes(ByteStream):
@@ -57,7 +73,7 @@ class SocketBytes(ByteStream):
     """
 
     def __init__(self, socket: WebSocket, *, half_closes: bool = True) -> None:
-        self.end: JsonObject | None = None
+        self.end: HostReply | None = None
         self._socket, self._half_closes = socket, half_closes
 
     async def receive(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
@@ -127,10 +143,8 @@ class HostPlace:
         # The host is late to tell of our own, and alone knows others'.
         return max(self._num_own, self._host.link.num_computers if self._host.link else 0)
 
-    async def ensure_image(
-        self, name: str, fill: Callable[[IO[bytes]], Awaitable[object]], timeout_s: float
-    ) -> None:
-        async with self._asking("build", name=name, timeout_s=timeout_s) as (socket, reply):
+    async def ensure_image(self, name: str, fill: FillFile) -> None:
+        async with self._asking("build", name=name) as (socket, reply):
             if "missing" in reply:
                 with TemporaryFile() as context:
                     await fill(context)
@@ -177,8 +191,9 @@ class HostPlace:
                     try:
                         await carry(near, outer)
                     finally:
-                        why = f"the connection to the host {self._host.url} ended"
-                        channel.lose(**{"why": why, **(near.end or {})})
+                        end = near.end or {}
+                        why = end.get("why", f"the connection to the host {self._host.url} ended")
+                        channel.lose(why, by_program=end.get("by_program", False))
                         tasks.cancel_scope.cancel()
         except SandboxError:
             if not channel.lost.is_set():
@@ -202,19 +217,19 @@ class HostPlace:
     @asynccontextmanager
     async def _asking(
         self, op: str, heartbeat_s: float | None = HEARTBEAT_S, **request: object
-    ) -> AsyncIterator[tuple[WebSocket, JsonObject]]:
+    ) -> AsyncIterator[tuple[WebSocket, HostReply]]:
         """Open a connection with a request; yield it, and the answer. Raises SandboxError."""
         async with self._host.connect(f"{PATH}/{op}", heartbeat_s) as socket:
             await socket.send_json(request)
             yield socket, await self._answer(socket)
 
-    async def _answer(self, socket: WebSocket) -> JsonObject:
+    async def _answer(self, socket: WebSocket) -> HostReply:
         # no deadline: the host has one for whatever it does, and the heartbeat detects its loss
         message = await socket.receive()
         where = f"the host {self._host.url}"
         if message.type is not WSMsgType.TEXT:
             raise SandboxUnavailable(f"{where} has closed the connection")
-        reply: JsonObject = orjson.loads(message.data)
+        reply: HostReply = orjson.loads(message.data)
         if "error" in reply:
             raise REFUSALS.get(reply["error"], SandboxUnavailable)(f"{where}: {reply['message']}")
         return reply

@@ -22,8 +22,8 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from agentloop.sandbox.worker import kernel, landlock, wire
 from agentloop.sandbox.worker.kernel import prctl
@@ -46,7 +46,9 @@ CALL_OOM_SCORE = 1000
 REPORT_HEADROOM_BYTES = 8 << 20  # of address space, to report a MemoryError
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
-fork_hooks: list[dict[str, Any]] = []
+fork_hooks: list[dict[str, Callable[[], object]]] = []
+# What the program does at a signal.
+Handler: TypeAlias = "Callable[[int, types.FrameType | None], object] | int | signal.Handlers"
 
 
 def be_child(spec: Spec, fds: Sequence[int]) -> int:
@@ -59,7 +61,7 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
     variables: dict[str, object] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
-    interrupt: object = signal.default_int_handler  # what the program does at SIGINT
+    interrupt: Handler = signal.default_int_handler  # at SIGINT
     num_cells = 0
     while True:
         data = os.read(JOB_FD, wire.INLINE_JOB)
@@ -278,8 +280,8 @@ def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType |
 
 
 def run_lasting_cell(
-    code: str, variables: dict[str, Any], name: str, area: mmap.mmap, interrupt: Any
-) -> tuple[int, dict[str, Any], Any]:
+    code: str, variables: dict[str, object], name: str, area: mmap.mmap, interrupt: Handler
+) -> tuple[int, dict[str, object], Handler]:
     """Run a cell of a session with `interrupt` as the handler of SIGINT. Returns what run_cell
     does, and the handler that the cell leaves behind.
 
@@ -295,7 +297,7 @@ def run_lasting_cell(
         return 1, {}, ignore_interrupts()
 
 
-def ignore_interrupts() -> object:
+def ignore_interrupts() -> Handler:
     """Ignore SIGINT; return the handler that was set."""
     handler = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -303,9 +305,9 @@ def ignore_interrupts() -> object:
     return signal.default_int_handler if handler is None else handler
 
 
-def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
+def run_cell(code: str, variables: dict[str, object], name: str) -> tuple[int, dict[str, object]]:
     """Run the code; the exit status that a script would have, and what to report."""
-    report: dict[str, Any] = {}
+    report: dict[str, object] = {}
     code = code.removeprefix("\ufeff")
     # For tracebacks and `inspect`, which would else look for a file of this name. Under a line that
     # does not end with a newline, a traceback's markers would be shifted.
@@ -326,9 +328,10 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
         if isinstance(error, MemoryError):
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        report = {"error": show_error(error)}
+        shown = show_error(error)
+        report = {"error": shown}
         try:
-            sys.stderr.write(report["error"]["traceback"])
+            sys.stderr.write(str(shown["traceback"]))
         except Exception:  # its own descriptors, to close as it likes
             pass
         return 1, report

@@ -7,13 +7,29 @@ import os
 import select
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict, TypeGuard
 
 HEADER = struct.Struct(">I")  # bytes of JSON that follow (sandbox/protocol.py)
 
 PIECE = 64 << 10  # characters
 
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+class WorkerFrame(TypedDict, total=False):
+    """A frame to a worker (sandbox/protocol.py)."""
+
+    op: str
+    id: int
+    code: str
+    stdin: str
+    timeout_s: float
+    memory_mib: int
+    max_output_bytes: int
+    keep_output_bytes: int
+    native: bool  # the code becomes another program
+    session: int
+    opens: bool
 
 
 class Connection:
@@ -30,7 +46,7 @@ class Connection:
     def fds(self) -> set[int]:
         return {self.read_fd, self.write_fd}
 
-    def read(self) -> list[dict[str, object]]:
+    def read(self) -> list[WorkerFrame]:
         """Return the frames that have arrived. Raises EOFError if the supervisor is gone."""
         try:
             data = os.read(self.read_fd, 1 << 18)
@@ -41,7 +57,7 @@ class Connection:
         if not data:
             raise EOFError
         self._inbox += data
-        frames = []
+        frames: list[WorkerFrame] = []
         while len(self._inbox) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._inbox)
             end = HEADER.size + size
@@ -73,11 +89,11 @@ class Connection:
                 raise EOFError from None
 
 
-def _is_long(value: object) -> bool:
+def _is_long(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and len(value) > PIECE
 
 
-def _pieces(frame: dict[str, Any]) -> Iterator[bytes]:
+def _pieces(frame: dict[str, object]) -> Iterator[bytes]:
     """Yield the JSON of a frame in pieces, none of which takes much memory."""
     before = "{"
     for name, value in frame.items():

@@ -12,9 +12,9 @@ import socket
 import struct
 import termios
 import time
-from typing import Any
 
 from agentloop.sandbox.worker import wire
+from agentloop.sandbox.worker.connection import WorkerFrame
 from agentloop.sandbox.worker.wire import REPORT_BYTES, REPORT_SIZE, STARTED, clip
 
 _INT = struct.Struct("i")
@@ -81,7 +81,7 @@ def _num_continuing(data: bytearray) -> int:
 class Call:
     """A job on its way through a child."""
 
-    def __init__(self, frame: dict[str, Any], memory_bytes: int, counts_memory: bool) -> None:
+    def __init__(self, frame: WorkerFrame, memory_bytes: int, counts_memory: bool) -> None:
         self.id: int = frame["id"]
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]

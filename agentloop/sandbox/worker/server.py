@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from agentloop.sandbox.worker.connection import Connection
+from agentloop.sandbox.worker.connection import Connection, WorkerFrame
 from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
 from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl, reserve_heap
@@ -208,7 +208,7 @@ class WorkerServer:
         for frame in frames:
             self.on_frame(frame)
 
-    def on_frame(self, frame: dict[str, Any]) -> None:
+    def on_frame(self, frame: WorkerFrame) -> None:
         match frame["op"]:
             case "run":
                 self.accept(frame)
@@ -219,15 +219,13 @@ class WorkerServer:
             case "ping":
                 self.send({"op": "pong"})
 
-    def accept(self, frame: dict[str, object]) -> None:
+    def accept(self, frame: WorkerFrame) -> None:
         """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
         answered; we live on."""
         try:
             call = Call(frame, self.spec.memory_bytes, self.counters.exist)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
-            reason = f"not a call: {error!r}"
-            answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
-            self.send(answer)
+            self.answer_unstarted(frame.get("id"), "sandbox_error", f"not a call: {error!r}")
             return
         child = self.current
         if call.is_first:
@@ -238,7 +236,7 @@ class WorkerServer:
         elif child.verdict is not None:
             self.lose_session(child, child.verdict, call)
         elif child.call is not None:
-            self.answer_unstarted(call, "sandbox_error", "its session runs another cell")
+            self.answer_unstarted(call.id, "sandbox_error", "its session runs another cell")
         else:
             self.begin(child, call)
 
@@ -287,7 +285,7 @@ class WorkerServer:
         """Report that no process could be forked for a call, and that this worker is of no use."""
         reason = f"fork: {os.strerror(code or 0)}"
         if call.session is None:
-            self.answer_unstarted(call, "sandbox_error", reason)
+            self.answer_unstarted(call.id, "sandbox_error", reason)
         else:
             frame = {"op": "session_lost", "session": call.session, "by": LOST_BY["sandbox_error"]}
             self.send({**frame, "id": call.id})
@@ -366,7 +364,7 @@ class WorkerServer:
                 self.queue.remove(call)
                 if call.session is not None:
                     self.send({"op": "session_lost", "session": call.session, "by": "caller"})
-                self.answer_unstarted(call, "cancelled")
+                self.answer_unstarted(call.id, "cancelled")
                 return
         child = self.current
         if child is not None and child.call is not None and child.call.id == call_id:
@@ -529,7 +527,7 @@ class WorkerServer:
         if status is not None:
             self.lose_session(child, verdict)
         if verdict == "sandbox_error":
-            self.answer_unstarted(call, verdict, reason)
+            self.answer_unstarted(call.id, verdict, reason)
             return
         self.send(
             {
@@ -559,15 +557,15 @@ class WorkerServer:
         if not was_clean:
             self.on_clean()
 
-    def answer_unstarted(self, call: Call, status: str, reason: str = "") -> None:
-        self.send({"op": "done", "id": call.id, "status": status, "why": reason})
+    def answer_unstarted(self, id: int | None, status: str, reason: str = "") -> None:
+        self.send({"op": "done", "id": id, "status": status, "why": reason})
 
     def judge(
         self,
         call: Call,
         exit_code: int | None,
         signum: int | None,
-        error: dict[str, Any] | None,
+        error: dict[str, object] | None,
         cpu_s: float,
     ) -> str:
         if call.verdict != "cancelled" and (verdict := self.counters.oom_verdict()):

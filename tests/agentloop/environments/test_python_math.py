@@ -207,7 +207,7 @@ def test_copy_of_its_file_is_an_environment(
     monkeypatch.syspath_prepend(str(tmp_path))
     copied = load(EnvSettings(name="my_math:python_math", args={"tools": ["jupyter_code"]}))
     assert copied is not None
-    assert copied.arguments["template"].startswith("Please put your answer")
+    assert str(copied.arguments["template"]).startswith("Please put your answer")
     assert copied.arguments["tools"] == ["jupyter_code"]
 
 
