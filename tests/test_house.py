@@ -460,11 +460,11 @@ def test_no_file_is_longer_than_people_read() -> None:
 
 # Lines of each package. Size is a cost: whoever needs more than is left removes something first.
 BUDGET = {
-    "agentloop": 61_300,
-    "agentloop.sandbox": 13_770,
-    "agentloop.learner": 4_630,
-    "bench": 9_740,
-    "tests": 78_300,
+    "agentloop": 60_620,
+    "agentloop.sandbox": 13_700,
+    "agentloop.learner": 4_560,
+    "bench": 9_340,
+    "tests": 78_000,
     "tools": 1_230,
 }
 
