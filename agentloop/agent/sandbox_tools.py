@@ -68,7 +68,7 @@ class PythonCode:
 
     async def _run(self, arguments: Arguments, /) -> ToolOutput:
         try:
-            texts = _texts(arguments, optional="input")
+            texts = _texts(arguments, "input")
         except BadArguments as error:
             return _bad_arguments(error, self._format)
         code, stdin = texts["code"], texts.get("input", "")
@@ -171,9 +171,9 @@ def _bad_arguments(error: BadArguments, tool_format: ToolFormat) -> ToolOutput:
     return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, text)
 
 
-def _texts(arguments: Arguments, *, optional: str = "") -> dict[str, str]:
-    """Return `code`, and the optional argument if it is given. Raises BadArguments."""
-    texts = string_arguments(arguments, required=("code",), optional=(optional,))
+def _texts(arguments: Arguments, *optional: str) -> dict[str, str]:
+    """Return `code`, and the optional arguments that are given. Raises BadArguments."""
+    texts = string_arguments(arguments, required=("code",), optional=optional)
     if sum(len(text.encode(errors="replace")) for text in texts.values()) > MAX_CODE_BYTES:
         raise BadArguments(f"code: longer than {MAX_CODE_BYTES} bytes")
     return texts
