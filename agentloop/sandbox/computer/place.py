@@ -55,13 +55,19 @@ class ComputerPlaces:
         raise failure
 
     async def build_image(self, folder: Path) -> str:
-        """Build an image at the best place; at others, once a computer of it is taken there."""
+        """Build an image at the best place, or at the next one if that fails; at others, once a
+        computer of it is taken there."""
         with TemporaryFile() as context:
             name = await anyio.to_thread.run_sync(pack_image, folder, context)
         self._built[name] = folder
-        for place in (await self._in_order(name))[:1]:
-            await self._ensure_image(place, name)
-        return name
+        failure = SandboxUnavailable("no host is connected")
+        for place in await self._in_order(name):
+            try:
+                await self._ensure_image(place, name)
+                return name
+            except SandboxUnavailable as error:
+                failure = error
+        raise failure
 
     async def _ensure_image(self, place: ComputerPlace, name: str) -> None:
         if folder := self._built.get(name):
